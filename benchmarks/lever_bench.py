@@ -188,7 +188,7 @@ class Bench:
         params = SamplingParams(self.new_tokens)
         stop = self.runner.eos_ids
         prompts = [self.prompt_key(tuple(s.prompt.token_ids)) for group in self.groups for s in group.samples]
-        return [running_batch.Sequence.start(p, params, stop, seed, 0) for seed, p in enumerate(prompts)]
+        return [running_batch.Sequence(p, params, stop, seed, 0) for seed, p in enumerate(prompts)]
 
     def prefill(self) -> Call:
         """Run the prompts, and draw the first token of each sample."""

@@ -29,7 +29,7 @@ from miles.config.rollout import RolloutArguments
 from miles.config.servers.flags import SglangArguments
 from miles.config.settings import Settings
 from miles.engine.base import Generation, GenerationRequest
-from miles.engine.servers.server_log import LogFile
+from miles.engine.servers.processes import LogFile
 from miles.engine.sglang.client import read_generation
 from miles.engine.sglang.engine import SglangEngine
 from miles.engine.sglang.router import Router

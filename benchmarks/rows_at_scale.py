@@ -48,7 +48,7 @@ from pathlib import Path
 began = time.perf_counter()
 from miles.compat.border import read_command
 from miles.config.parser import judge
-from miles.rollout.supply import build_supply
+from miles.rollout.pipeline import build_supply
 from miles.base.tokenizer import load_tokenizer
 position, *words = sys.argv[1:]
 settings = judge(read_command(words)).settings

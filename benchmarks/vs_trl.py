@@ -54,10 +54,9 @@ def ensure_trl(venv: Path) -> Path:
 
 def write_image_job(folder: Path, side: int) -> tuple[Path, Path]:
     """Write a random Qwen2.5-VL of 5.5 million parameters, and prompts with images of side x side tokens."""
-    sys.path.insert(0, str(ROOT / "examples" / "vision"))
-    import write
-
-    from miles.models.tiny import write_rows, write_small_vision_model
+    sys.path.insert(0, str(ROOT))
+    from examples.small_task import write_rows, write_small_vision_model
+    from examples.vision import write
 
     write.SIDE, write.CELL = side, 28  # cells, and pixels of a cell, which is one token
     rng = random.Random(1)

@@ -37,10 +37,10 @@ recipe() {
     fi
     MORE=("$@")
     if trains "${MORE[@]}"; then rm -rf "$OUT"; fi
-    TASKS="$OUTPUTS/tasks" WRITE=examples/tasks/write.py
-    [ "$TASK" != shop ] || TASKS="$OUTPUTS/shop_task" WRITE=examples/tools/write.py
-    [ "$TASK" != count ] || TASKS="$OUTPUTS/count_task" WRITE=examples/vision/write.py
-    [ -d "$TASKS/model" ] || "$PYTHON" "$WRITE" "$TASKS"
+    TASKS="$OUTPUTS/tasks" WRITE=examples.tasks.write
+    [ "$TASK" != shop ] || TASKS="$OUTPUTS/shop_task" WRITE=examples.tools.write
+    [ "$TASK" != count ] || TASKS="$OUTPUTS/count_task" WRITE=examples.vision.write
+    [ -d "$TASKS/model" ] || "$PYTHON" -m "$WRITE" "$TASKS"
     case "$TASK" in
         backward) DATA_FLAGS=(--label-key label --rm-type exact_match --rollout-max-response-len 8) ;;
         record) DATA_FLAGS=(--rm-type json_schema --rollout-max-response-len 36) ;;

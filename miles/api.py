@@ -29,7 +29,6 @@ from miles.observe import run_files
 from miles.observe.health import verdicts
 from miles.observe.metrics_file import MetricsFile
 from miles.observe.run_files import METRICS, SAMPLES, RunFiles, RunHeader, SampleFile
-from miles.run.launcher import launch
 
 if TYPE_CHECKING:
     import pandas
@@ -121,6 +120,8 @@ def train(settings: sections.Settings, reward: Callable[..., Any] | None = None)
     if settings.rehearsal.rehearse:
         raise ValueError("rehearse=True: miles.train does not rehearse; drop it, or run miles rehearse")
     folder = Path(settings.tracking.output_dir)
+    from miles.run.launcher import launch  # imports Ray
+
     launch(validate(_with_reward(settings, reward, folder)), _raising)
     return Run.open(folder)
 
@@ -221,4 +222,4 @@ class Run:
         file = MetricsFile(self.folder / METRICS)
         file.refresh()
         results = verdicts(file, self.settings)
-        return pandas.DataFrame([verdict.to_json() for verdict in results]).set_index("rule")
+        return pandas.DataFrame([dataclasses.asdict(verdict) for verdict in results]).set_index("rule")

@@ -11,7 +11,7 @@ reproduce() {
     shift
     [ -n "${PYTHON:-}" ] || source scripts/venv.sh
     export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-    [ -d "$OUTPUTS/numbers" ] || "$PYTHON" examples/reproduce/numbers/write.py "$OUTPUTS/numbers"
+    [ -d "$OUTPUTS/numbers" ] || "$PYTHON" -m examples.reproduce.numbers.write "$OUTPUTS/numbers"
     # One core per run, even if trainer and engine are two devices: the matrices are tiny.
     "$PYTHON" -m miles sweep "examples/reproduce/$name/sweep.yaml" --one-process --jobs "$(nproc)" --out "$OUTPUTS/$name" "$@"
     case " $* " in *" --explain "*) return ;; esac

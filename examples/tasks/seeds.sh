@@ -25,8 +25,8 @@ printf '#!/usr/bin/env bash\ncase "$1" in\ntrain.py) shift; printf "%%q " "$@" ;
     http://127.0.0.1:9/v1 >"$FOLDER/words"
 chmod +x "$FOLDER/words"
 
-[ -d outputs/tasks/model ] || "$PYTHON" examples/tasks/write.py outputs/tasks
-[ -d outputs/shop_task/model ] || "$PYTHON" examples/tools/write.py outputs/shop_task
+[ -d outputs/tasks/model ] || "$PYTHON" -m examples.tasks.write outputs/tasks
+[ -d outputs/shop_task/model ] || "$PYTHON" -m examples.tools.write outputs/shop_task
 for NAME in "$@"; do
     SWEEP="outputs/seeds/$NAME" HOW=()
     [ "$NAME" != opd ] || [ -d outputs/dapo/hf ] || bash examples/dapo/run.sh

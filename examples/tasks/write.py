@@ -12,7 +12,8 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from miles.models.tiny import END, Row, character_tokenizer, made_up_names, run_writer, write_rows, write_small_model
+from examples.small_task import Row, made_up_names, run_writer, write_rows, write_small_model
+from miles.models.tiny import END, character_tokenizer
 
 WORD_LETTERS = (3, 5)
 NUM_DEMONSTRATIONS = 6000  # per task

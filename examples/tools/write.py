@@ -9,7 +9,8 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from miles.models.tiny import END, Row, character_tokenizer, made_up_names, run_writer, write_rows, write_small_model
+from examples.small_task import Row, made_up_names, run_writer, write_rows, write_small_model
+from miles.models.tiny import END, character_tokenizer
 
 NUM_DEMONSTRATIONS = 6000
 NUM_TRAINED, NUM_HELD_OUT = 2000, 64  # prompts

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from miles.models.tiny import Row, run_writer, write_rows, write_small_vision_model
+from examples.small_task import Row, run_writer, write_rows, write_small_vision_model
 
 NUM_DEMONSTRATIONS = 6000
 NUM_TRAINED, NUM_HELD_OUT = 2000, 64  # prompts

@@ -9,7 +9,7 @@ only, or inside the functions that compute.
 import importlib
 import pkgutil
 from abc import ABC
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache
 from typing import Any, ClassVar, Generic, TypeVar, cast
@@ -49,7 +49,7 @@ class Choice(ABC, Generic[F]):
 C = TypeVar("C", bound=Choice[Any])
 
 
-class Registry(Mapping[str, C]):
+class Registry(dict[str, C]):
     """The choices of a flag by name."""
 
     def __init__(self, package: str, kind: type[C]) -> None:
@@ -59,8 +59,8 @@ class Registry(Mapping[str, C]):
             TypeError: If a file has no instance, or more than one.
             ValueError: If two files have the same name.
         """
+        super().__init__()
         self.flag = kind.flag
-        self._choices: dict[str, C] = {}
         folder = importlib.import_module(package)
         files = pkgutil.walk_packages(folder.__path__, f"{package}.")
         names = [file.name for file in files if not file.ispkg and file.name != f"{package}.base"]
@@ -69,24 +69,13 @@ class Registry(Mapping[str, C]):
             choices = [value for value in vars(module).values() if isinstance(value, kind)]
             if len(choices) != 1:
                 raise TypeError(f"{module.__name__} must hold one {kind.__name__}, not {len(choices)}")
-            if choices[0].name in self._choices:
+            if choices[0].name in self:
                 raise ValueError(f"{module.__name__}: there is a {kind.__name__} named {choices[0].name} already")
-            self._choices[choices[0].name] = choices[0]
+            self[choices[0].name] = choices[0]
 
-    def __getitem__(self, name: str) -> C:
-        """Return the choice named ``name``. Raises ``ValueError`` if there is none."""
-        if name not in self._choices:
-            raise ValueError(f"{flag_name(self.flag)} {name}: no such choice; give one of {', '.join(self._choices)}")
-        return self._choices[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._choices
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._choices)
-
-    def __len__(self) -> int:
-        return len(self._choices)
+    def __missing__(self, name: str) -> C:
+        """Raise ``ValueError``: there is no choice of this name."""
+        raise ValueError(f"{flag_name(self.flag)} {name}: no such choice; give one of {', '.join(self)}")
 
     @property
     def own_flags(self) -> tuple[type, ...]:

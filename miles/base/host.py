@@ -4,6 +4,8 @@ import ctypes
 import mmap
 import os
 import re
+from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 GIB = 2**30
@@ -33,11 +35,7 @@ def num_gpus(devices: str = "/dev") -> int | None:
 
 def has_bf16(cpu: str = "/proc/cpuinfo") -> bool:
     """Return whether the CPU has bf16 arithmetic, by the features that the kernel reports in the file ``cpu``."""
-    try:
-        text = Path(cpu).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
-    return not _BF16_FEATURES.isdisjoint(text.split())
+    return not _BF16_FEATURES.isdisjoint((_text_of(Path(cpu)) or "").split())
 
 
 def num_cores() -> int:
@@ -65,13 +63,8 @@ def busy_cores() -> int:
 
 def memory_bytes(root: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> int:
     """Return the memory that this process may use: the machine's, or less in a container or a job with a limit."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for folder in _control_groups("memory", root, own):
-        for name, _, _ in _MEMORY_FILES:
-            limit = _text_of(folder / name)
-            if limit is not None and limit.isdigit():
-                limits.append(int(limit))
-    return min(limits)
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([installed, *(limit for limit, *_ in _memory_limits(root, own))])
 
 
 def memory_limit(gib: float | None) -> int:
@@ -85,13 +78,19 @@ def available_bytes(root: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup"
     A control group can reclaim the file pages that it has not used for a while, so these count as free.
     """
     left = [_available_on_machine()]
+    for limit, folder, used_name, reclaimed_name in _memory_limits(root, own):
+        if (used := _text_of(folder / used_name) or "").isdigit():
+            counts = dict(line.split() for line in (_text_of(folder / "memory.stat") or "").splitlines())
+            left.append(max(0, limit - int(used) + int(counts.get(reclaimed_name, 0))))
+    return min(left)
+
+
+def _memory_limits(root: str, own: str) -> Iterator[tuple[int, Path, str, str]]:
+    """Yield each limit of this process's control groups, its folder, and the names of use and of old file pages."""
     for folder in _control_groups("memory", root, own):
         for limit_name, used_name, reclaimed_name in _MEMORY_FILES:
-            limit, used = _text_of(folder / limit_name) or "", _text_of(folder / used_name) or ""
-            if limit.isdigit() and used.isdigit():
-                counts = dict(line.split() for line in (_text_of(folder / "memory.stat") or "").splitlines())
-                left.append(max(0, int(limit) - int(used) + int(counts.get(reclaimed_name, 0))))
-    return min(left)
+            if (limit := _text_of(folder / limit_name) or "").isdigit():
+                yield int(limit), folder, used_name, reclaimed_name
 
 
 def resident_bytes(status: str = "/proc/self/statm") -> int:
@@ -110,11 +109,7 @@ def _available_on_machine() -> int:
 def _control_groups(controller: str, root: str, own: str) -> list[Path]:
     """Return the folders of this process's control group and of those above it, of versions 1 and 2."""
     folders = [Path(root), Path(root, controller)]  # a container sees its own group here
-    try:
-        lines = Path(own).read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
+    for line in (_text_of(Path(own)) or "").splitlines():
         _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
         if controllers and controller not in controllers.split(","):
             continue
@@ -126,7 +121,7 @@ def _control_groups(controller: str, root: str, own: str) -> list[Path]:
 
 def _text_of(path: Path) -> str | None:
     try:
-        return path.read_text(encoding="utf-8").strip()
+        return path.read_text(encoding="utf-8", errors="replace").strip()
     except (OSError, ValueError):
         return None
 
@@ -171,3 +166,11 @@ def _cpuid(leaf: int) -> int:
         answer = ctypes.CFUNCTYPE(ctypes.c_uint32, ctypes.c_uint32)(ctypes.addressof(first_byte))(leaf)
         del first_byte  # a page with views cannot be closed
     return int(answer)
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of a package; None if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

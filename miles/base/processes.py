@@ -11,11 +11,12 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from concurrent.futures import ProcessPoolExecutor
     from subprocess import Popen
 
     from psutil import Process
@@ -31,6 +32,26 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the call
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def pool_of(workers: int, method: str, prepare: Callable[[], object] | None = None) -> ProcessPoolExecutor:
+    """Return a pool of processes that end with this one. Waiting workers of a plain pool outlive a killed parent.
+
+    Args:
+        workers: The most processes.
+        method: ``fork`` or ``spawn``.
+        prepare: Called first in each process; one that is spawned has to unpickle it.
+    """
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+
+    return ProcessPoolExecutor(workers, multiprocessing.get_context(method), _begin, (os.getpid(), prepare))
+
+
+def _begin(parent: int, prepare: Callable[[], object] | None) -> None:
+    die_with_parent(parent)
+    if prepare is not None:
+        prepare()
 
 
 def same_imports(*first: str) -> dict[str, str]:

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from miles.base.attributes import set_within
+
 MOST_WAITS = 20_000  # kept per recording; later ones are only counted
 MOST_SPANS = 200_000  # the same for spans, which PyTorch records if it is imported
 
@@ -38,22 +40,6 @@ class Recording:
 
 
 _recording: Recording | None = None
-
-
-def begin(by_torch: bool = True) -> Recording:
-    """Record from now on; spans and waits that are open already are left out.
-
-    ``by_torch`` False records the spans here, for a process that imports no torch.
-    """
-    global _recording
-    _recording = Recording(spans=None if by_torch else [])
-    return _recording
-
-
-def end() -> None:
-    """Stop recording."""
-    global _recording
-    _recording = None
 
 
 def span(name: str) -> AbstractContextManager[Any]:
@@ -123,17 +109,9 @@ class SpanTimers:
         self._open[self._name].pop().__exit__(None, None, None)
 
 
-@contextmanager
-def named_by_timers(config: Any) -> Iterator[None]:
+def named_by_timers(config: Any) -> AbstractContextManager[None]:
     """Have Megatron name its work within the block, if a profile is recorded; ``config`` is the model's."""
-    if _recording is None:
-        yield
-        return
-    before, config.timers = config.timers, SpanTimers()
-    try:
-        yield
-    finally:
-        config.timers = before
+    return nullcontext() if _recording is None else set_within(config, timers=SpanTimers())
 
 
 # The record of one process, in a form that can be sent: names, threads and nanoseconds since 1970.
@@ -302,33 +280,31 @@ class Recorder:
         self._began = 0
 
     def start(self) -> None:
-        """Begin to record. Does nothing if it records already."""
+        """Begin to record; spans and waits that are open already are left out. Does nothing if it records already."""
+        global _recording
         if self._recording is not None:
             return
-        if not self._operations:
-            self._recording = begin(by_torch=False)
-            self._began = time.time_ns()
-            return
-        import torch
-        from torch._C._profiler import _ExperimentalConfig
+        if self._operations:
+            import torch
+            from torch._C._profiler import _ExperimentalConfig
 
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        # The embedded engine and conversion work in threads of their own.
-        every_thread = _ExperimentalConfig(profile_all_threads=True)
-        self._profiler = torch.profiler.profile(activities=activities, experimental_config=every_thread)
-        self._profiler.start()
-        self._recording = begin()
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            if torch.cuda.is_available():
+                activities.append(torch.profiler.ProfilerActivity.CUDA)
+            # The embedded engine and conversion work in threads of their own.
+            every_thread = _ExperimentalConfig(profile_all_threads=True)
+            self._profiler = torch.profiler.profile(activities=activities, experimental_config=every_thread)
+            self._profiler.start()
+        _recording = self._recording = Recording(spans=None if self._operations else [])
         self._began = time.time_ns()
 
     def stop(self) -> ProcessTrace | None:
         """Return what was recorded; None if ``start`` was not called, as in a process that replaced another."""
+        global _recording
         if self._recording is None:
             return None
         ended = time.time_ns()
-        end()
-        recording, self._recording = self._recording, None
+        recording, self._recording, _recording = self._recording, None, None
         if recording.spans is not None:
             made = [Event(name, SPAN, f"thread {t}", start, end - start) for name, t, start, end in recording.spans]
             made.sort(key=lambda event: (event.thread, event.start, -event.duration))

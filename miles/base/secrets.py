@@ -12,9 +12,11 @@ import os
 import re
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TextIO
+
+from miles.base.attributes import set_within
 
 HIDDEN = "(hidden)"
 SHORTEST_HIDDEN_IN_TEXT = 4  # a shorter secret is found by chance in other words, and would make them unreadable
@@ -205,18 +207,10 @@ def hide_on_command_line(words: Sequence[str]) -> None:
         ctypes.memmove(start, hidden, len(hidden))
 
 
-@contextmanager
-def hidden_in_output(secrets: Collection[str]) -> Iterator[None]:
+def hidden_in_output(secrets: Collection[str]) -> AbstractContextManager[None]:
     """Replace ``secrets`` in all that the block prints to stdout and stderr, tracebacks and workers' lines included."""
-    if not secrets:
-        yield
-        return
-    before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (_HidingStream(stream, secrets) for stream in before)
-    try:
-        yield
-    finally:
-        sys.stdout, sys.stderr = before
+    streams = {name: _HidingStream(getattr(sys, name), secrets) for name in ("stdout", "stderr") if secrets}
+    return set_within(sys, **streams)
 
 
 class _HidingStream:

@@ -35,6 +35,7 @@ _TESTS: dict[str, Callable[[str, str], bool]] = {
     "-ge": lambda one, other: int(one) >= int(other),
 }
 _BRANCHES = ("if_statement", "case_statement", "for_statement", "c_style_for_statement", "while_statement")
+_POSITIONS = tuple("123456789")
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)\s*(?:[-+*/%]?=(?!=)|\+\+|--)")  # in arithmetic
 _JOINED = re.compile(r"^([^#'\n]*\S)\\\n(?=\S)", re.MULTILINE)  # a word that continues in the next line
 _COMMENT = re.compile(r"`#[^`\n]*`")  # a command substitution of a comment alone: no word
@@ -117,6 +118,9 @@ class _Reader:
         self._environment = environment
         self._words = 0
         self._depth = 0  # of quotes
+        self._functions: dict[str, Node] = {}  # their bodies, by name
+        self._called = set[str]()
+        self._active = set[str]()
 
     def read(self, text: str, is_sourced: bool = False) -> None:
         import tree_sitter_bash
@@ -130,6 +134,10 @@ class _Reader:
         self._run(root, True, 0)
         if is_sourced:  # its assignments count, and its commands do not
             del self._script.commands[before:]
+        else:  # something else may call these functions
+            self._forget(_POSITIONS)
+            for name in sorted(self._functions.keys() - self._called):
+                self._run(self._functions[name], False, 0)
 
     def _run(self, node: Node, is_certain: bool, depth: int) -> None:
         """Note the assignments and commands of a statement. In a branch, or after ``&&``, they are not certain."""
@@ -139,7 +147,11 @@ class _Reader:
         if kind == "variable_assignment":
             self._assign(node, is_certain)
         elif kind == "command":
-            self._command(node)
+            self._command(node, is_certain, depth)
+        elif kind == "function_definition":
+            name, body = (node.child_by_field_name(field) for field in ("name", "body"))
+            if name is not None and body is not None:
+                self._functions[_text(name)] = body
         elif kind in ("declaration_command", "variable_assignments"):
             for child in node.named_children:
                 if child.type == "variable_assignment":
@@ -238,14 +250,37 @@ class _Reader:
             before, words = [], [whole, *before[1:]]
         self._script.variables[name] = [*before, *words]
 
-    def _command(self, node: Node) -> None:
+    def _call(self, words: list[Word], assignments: list[Node], is_certain: bool, depth: int) -> None:
+        """Run the body of a function with its arguments, and with the variables of this call."""
+        name, variables, uncertain = words[0].text, self._script.variables, self._script.uncertain
+        names = {*_POSITIONS, *(_text(part) for node in assignments if (part := node.child_by_field_name("name")))}
+        before = {each: variables.pop(each) for each in names & variables.keys()}
+        was_uncertain = uncertain & names
+        uncertain -= names
+        variables |= {position: [word] for position, word in zip(_POSITIONS, words[1:], strict=False)}
+        for node in assignments:
+            self._assign(node, is_certain)
+        self._called.add(name)
+        self._active.add(name)
+        self._run(self._functions[name], is_certain, depth + 1)
+        self._active.discard(name)
+        for each in names:
+            variables.pop(each, None)
+        uncertain -= names
+        variables |= before
+        uncertain |= was_uncertain
+
+    def _command(self, node: Node, is_certain: bool, depth: int) -> None:
         words: list[Word] = []
+        assignments: list[Node] = []
         for child in node.children:
             if child.type == "command_name":
                 words += self._expand(child.children[0])
             elif child.type == "variable_assignment":
                 if words:  # after the command's name it is an argument
                     words.append(self._joined_parts(child, child.children))
+                else:
+                    assignments.append(child)
             elif child.is_named and not child.type.endswith("redirect"):
                 words += self._expand(child)
         self._words += len(words)
@@ -257,7 +292,11 @@ class _Reader:
             text = self._source(words[1].text)
             if text is not None:
                 self.read(text, is_sourced=True)
-        if words:
+        if words and words[0].text == "shift":
+            self._forget(_POSITIONS)
+        if words and words[0].text in self._functions.keys() - self._active:
+            self._call(words, assignments, is_certain, depth)
+        elif words:
             self._script.commands.append(words)
 
     # Words -----------------------------------------------------------------------------------------------------------
@@ -397,11 +436,14 @@ def _integer(node: ast.expr) -> int:
     raise ValueError
 
 
+_COMMAND = r"\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"  # a command substitution, with up to two others within it
+
+
 def _split(word: Word) -> list[Word]:
     """Split a value at blanks. An unknown part in one of its words leaves the others known."""
     if word.is_quoted:
         return [word]
-    parts = re.findall(r"(?:\$\{[^}]*\}|\$\([^)]*\)|`[^`]*`|\S)+", word.text)
+    parts = re.findall(rf"(?:\$\{{[^}}]*\}}|{_COMMAND}|`[^`]*`|\S)+", word.text)
     if not parts and not word.is_known:
         return [word]
     return [Word(part, word.line, word.is_known or not ("$" in part or "`" in part)) for part in parts]

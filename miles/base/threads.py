@@ -64,6 +64,14 @@ def _settle(outcome: Future[T], call: Callable[[], T]) -> None:
         outcome.set_result(result)
 
 
+async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel the tasks, and return when all have ended."""
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Run the coroutines concurrently and return their results in order.
 
@@ -74,7 +82,5 @@ async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list
     try:
         return list(await asyncio.gather(*tasks))
     except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(tasks)
         raise

@@ -13,6 +13,7 @@ import os
 import pickle
 import sys
 import threading
+import tokenize
 import warnings
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache, partial
 from pathlib import Path
+from symtable import symtable
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -117,10 +119,7 @@ def import_function(path: str, flag: str) -> Callable[..., Any]:
 
     Raises ``InputError`` naming ``flag``, the path given and its fault.
     """
-    function: Callable[..., Any] | None = load_object(path, flag, "function")
-    if not callable(function):
-        module_name, _, name = path.partition(":") if ":" in path else path.rpartition(".")
-        raise InputError(f"{flag} {path}: {no_such_name(module_name, name, 'function')}")
+    function: Callable[..., Any] = load_object(path, flag, "function")
     return function
 
 
@@ -149,9 +148,10 @@ def load_object(path: str, flag: str, kind: str = "object") -> Any:
             f"{flag} {path}: module {module_name} exits when it is imported ({_words(error)}); put what it "
             'does as a program under if __name__ == "__main__"'
         ) from error
-    if getattr(module, name, None) is None:
+    named = getattr(module, name, None)
+    if named is None or (kind == "function" and not callable(named)):
         raise InputError(f"{flag} {path}: {no_such_name(module_name, name, kind)}")
-    return getattr(module, name)
+    return named
 
 
 def fault_of_signature(function: Callable[..., Any], arguments: int) -> str | None:
@@ -197,12 +197,11 @@ def _unpickled(path: str, file: Path, flag: str) -> Callable[..., Any]:
 # Look for a name in the source of a module. An import would run the module, which may take long or need a GPU.
 
 
-LARGEST = 2**18  # bytes of a source that is read: parsing them takes about 0.2 s
+LARGEST = 2**18  # characters of a source that is read: parsing them takes about 0.2 s
 
 # What can bind names of a module that no statement of its source binds.
 _BINDING_NAMES = frozenset(("globals", "locals", "vars", "exec", "eval", "setattr", "builtins", "__builtins__"))
 _BINDING_ATTRIBUTES = frozenset(("modules", "f_globals", "__globals__", "__dict__"))  # as in sys.modules
-_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def missing_name(module: str, name: str, kind: str) -> str | None:
@@ -252,16 +251,17 @@ class Names:
 def read_names(file: Path) -> Names | None:
     """Return the names in a source; None if it cannot be read, or may bind any name while it runs."""
     try:
-        with file.open("rb") as source:
+        with tokenize.open(file) as source:
             text = source.read(LARGEST + 1)
         if len(text) > LARGEST:
             return None
         with warnings.catch_warnings(action="ignore"):  # of escapes in texts
-            tree = ast.parse(text)
+            tree, symbols = ast.parse(text), symtable(text, str(file), "exec").get_symbols()
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    bound, mentioned = set(_bound_in_module(tree)), set[str]()
-    if "*" in bound or "__getattr__" in bound:
+    bound = {s.get_name() for s in symbols if s.is_assigned() or s.is_imported() or s.is_declared_global()}
+    mentioned = set[str]()
+    if "__getattr__" in bound:
         return None
     ordinary = set(_ordinary_module_names(tree))
     for node in ast.walk(tree):
@@ -271,34 +271,15 @@ def read_names(file: Path) -> Names | None:
             mentioned.add(node.attr)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             mentioned.add(node.value)
-        elif isinstance(node, ast.Global):
-            bound.update(node.names)
     return Names(bound, mentioned)
 
 
 def _may_bind_any(node: ast.AST) -> bool:
     if isinstance(node, ast.alias):
-        return node.name in _BINDING_NAMES | _BINDING_ATTRIBUTES
+        return node.name == "*" or node.name in _BINDING_NAMES | _BINDING_ATTRIBUTES
     if isinstance(node, ast.Attribute):
         return node.attr in _BINDING_ATTRIBUTES
     return isinstance(node, ast.Name) and node.id in _BINDING_NAMES
-
-
-def _bound_in_module(tree: ast.Module) -> Iterator[str]:
-    """Yield the names that statements bind outside functions and classes; ``*`` for a star import."""
-    nodes: list[ast.AST] = [tree]
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
-        elif isinstance(node, ast.alias):
-            yield node.asname or node.name.partition(".")[0]
-        elif isinstance(node, (*_DEFINITIONS, ast.ExceptHandler, ast.MatchAs, ast.MatchStar)) and node.name:
-            yield node.name
-        elif isinstance(node, ast.MatchMapping) and node.rest:
-            yield node.rest
-        inside = {id(child) for child in node.body} if isinstance(node, _DEFINITIONS) else ()
-        nodes += [child for child in ast.iter_child_nodes(node) if id(child) not in inside]
 
 
 def _ordinary_module_names(tree: ast.Module) -> Iterator[ast.Name]:

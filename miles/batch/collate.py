@@ -78,8 +78,12 @@ def collate(
         context=context,
         tis_mean=part.tis_mean,
         **_response_columns(part, layout, device),
-        support=_support(part.supports, layout.response_index, device) if part.supports else None,
-        experts=tensor(_experts_at(part.experts, layout), np.int16) if part.experts else None,
+        support=Support.of(TokenSets.joined(part.supports).take(layout.response_index), device)
+        if part.supports
+        else None,
+        experts=tensor(at_tokens(part.experts, layout.token_sample, layout.position_ids), np.int16)
+        if part.experts
+        else None,
         shared_logits=_shared_logits(part, layout, device),
         images=_images(part, layout, device) if part.images and any(part.images) else None,
         padded=row_multiple is not None,
@@ -147,10 +151,6 @@ def _images(part: TrainBatch, layout: _Layout, device: torch.device) -> MicroIma
     )
 
 
-def _support(sets: list[TokenSets], response_index: np.ndarray, device: torch.device) -> Support:
-    return Support.of(TokenSets.joined(sets).take(response_index), device)
-
-
 def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
     """Return ``values`` as a tensor on ``device``, without waiting for the work that a GPU still has to do.
 
@@ -174,11 +174,6 @@ class _Layout:
     sample_index: np.ndarray
     response_index: np.ndarray
     token_sample: np.ndarray  # the sample of each token, int64 [T]; -1 for padding
-
-
-def _experts_at(experts: list[np.ndarray], layout: _Layout) -> np.ndarray:
-    layers, topk = experts[0].shape[1:]
-    return at_tokens(experts, layout.token_sample, layout.position_ids, layers, topk)
 
 
 def _packed(part: TrainBatch, context: ContextGroup) -> _Layout:
@@ -318,23 +313,13 @@ def split_by_sample(values: torch.Tensor, micro: MicroBatch) -> list[np.ndarray]
 # is computed, and moved to the host after all steps of the iteration, so that no step waits for that.
 
 
-@dataclass(frozen=True)
-class _Record:
-    """Columns of one sample on the device, fp32 [response] each."""
-
-    advantages: torch.Tensor
-    log_probs: torch.Tensor
-    log_ratios: torch.Tensor
-    token_weights: torch.Tensor
-
-
 class TokenRecorder:
     """Receives the values of every micro-batch of a policy step, and keeps the values of the chosen samples."""
 
     def __init__(self) -> None:
         self._step = 0
         self._wanted: frozenset[int] = frozenset()
-        self._records: dict[tuple[int, int], _Record] = {}
+        self._records: dict[tuple[int, int], list[torch.Tensor]] = {}  # columns on the device, fp32 [response]
 
     def begin(self, step: int, shard: TrainShard | None) -> None:
         """Begin a step, counted from 0 within the iteration. None: nothing of it is recorded."""
@@ -354,7 +339,7 @@ class TokenRecorder:
         ends = list(accumulate(micro.response_lengths))
         for i in chosen:
             place = slice(ends[i] - micro.response_lengths[i], ends[i])
-            self._records[self._step, micro.positions[i]] = _Record(*(whole[place].clone() for whole in wholes))
+            self._records[self._step, micro.positions[i]] = [whole[place].clone() for whole in wholes]
 
     def read(self) -> dict[tuple[int, int], TokenColumns]:
         """Return what was kept since the last call, by step in the iteration and position in the step."""
@@ -362,10 +347,6 @@ class TokenRecorder:
         return {key: _on_host(columns) for key, columns in records.items()}
 
 
-def _on_host(record: _Record) -> TokenColumns:
-    def read(column: torch.Tensor) -> np.ndarray:
-        values: np.ndarray = column.cpu().numpy()
-        return values
-
-    ratios = np.exp(np.minimum(read(record.log_ratios), 40.0))
-    return TokenColumns(read(record.advantages), read(record.log_probs), ratios, read(record.token_weights))
+def _on_host(columns: list[torch.Tensor]) -> TokenColumns:
+    advantages, log_probs, log_ratios, token_weights = (column.cpu().numpy() for column in columns)
+    return TokenColumns(advantages, log_probs, np.exp(np.minimum(log_ratios, 40.0)), token_weights)

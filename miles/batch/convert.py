@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from miles.base.user_code import load_function
-from miles.config.flags_view import flags_view
+from miles.config.functions import flags_view
 from miles.config.settings import Settings
 from miles.objective.aggregation import needs_whole_groups, step_denominators
 from miles.objective.chosen import build_objective

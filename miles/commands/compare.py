@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from miles.commands.saved_runs.run import run_folder
+from miles.commands.saved_runs.run import add_run
 from miles.config.command_parser import CommandParser
 from miles.observe.report.comparison import Comparison
 from miles.observe.run_files import why_not_written
@@ -16,9 +16,7 @@ def main(argv: Sequence[str]) -> int:
         SystemExit: With status 2 for wrong arguments.
     """
     parser = CommandParser(prog="miles compare", description=__doc__)
-    parser.add_argument(
-        "runs", type=run_folder, nargs="+", metavar="RUN", help="the --output-dir of each run, or its --save URL"
-    )
+    add_run(parser, "runs", nargs="+")
     parser.add_argument("--page", type=Path, metavar="FILE", help="also write a page with all curves over each other")
     parser.add_argument(
         "--tolerance",

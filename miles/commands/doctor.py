@@ -20,7 +20,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from miles.base.host import (
     cpu_quota,
     has_bf16,
     has_gpu,
+    installed_version,
     lacks_tile_palettes,
     memory_bytes,
     num_cores,
@@ -120,6 +120,7 @@ def as_json(findings: Sequence[MachineFinding]) -> str:
 
 LOOPBACK = "127.0.0.1"
 SHARED_MEMORY = Path("/dev/shm")
+NO_TRAINING = "disables training"
 LEAST_MEMORY = 2 * GIB  # below it, torch and Ray alone do not fit
 QUICKSTART_MEMORY = 7.5 * GIB  # of all processes of the quickstart (examples/quickstart/README.md)
 LEAST_SHARED_MEMORY = 1.2 * GIB  # Ray's object store takes 1 GiB of it on CPU
@@ -158,9 +159,8 @@ def check_cores() -> MachineFinding:
         result += f"; a control group limits this process to {quota:.2g} of them"
         return MachineFinding("cores", State.NOTE, result, what, "raise the limit of the container or the job", facts)
     if load > usable / 2:
-        return MachineFinding(
-            "cores", State.NOTE, f"{result}: other processes are at work", "", "expect slow steps", facts
-        )
+        result += ": other processes are at work"
+        return MachineFinding("cores", State.NOTE, result, "", "expect slow steps", facts)
     return MachineFinding("cores", State.OK, result, facts=facts)
 
 
@@ -176,7 +176,7 @@ def check_memory(limit: int, available: int) -> MachineFinding:
     facts = {"limit_bytes": limit, "available_bytes": available}
     remedy = "end other processes, or raise the limit"
     if free < LEAST_MEMORY:
-        return MachineFinding("memory", State.FAULT, result, "disables training", remedy, facts)
+        return MachineFinding("memory", State.FAULT, result, NO_TRAINING, remedy, facts)
     if free < QUICKSTART_MEMORY:
         effect = f"the quickstart, which takes {QUICKSTART_MEMORY / GIB:g} GiB, may not fit"
         return MachineFinding("memory", State.NOTE, result, effect, remedy, facts)
@@ -186,10 +186,8 @@ def check_memory(limit: int, available: int) -> MachineFinding:
 def check_shared_memory(folder: Path) -> MachineFinding:
     """Check that Ray's object store fits into shared memory."""
     if not folder.is_dir():
-        remedy = f"mount a tmpfs at {folder}"
-        return MachineFinding(
-            "shared memory", State.NOTE, f"there is no {folder}", "Ray stores objects on disk", remedy
-        )
+        result, remedy = f"there is no {folder}", f"mount a tmpfs at {folder}"
+        return MachineFinding("shared memory", State.NOTE, result, "Ray stores objects on disk", remedy)
     usage = shutil.disk_usage(folder)
     result = f"{usage.free / GIB:.1f} GiB free of {usage.total / GIB:.1f} GiB in {folder}"
     facts = {"free_bytes": usage.free, "total_bytes": usage.total}
@@ -206,9 +204,8 @@ def check_temp(folder: Path) -> MachineFinding:
     longest = LONGEST_SOCKET - len(inside)
     if len(os.fsencode(folder)) > longest:
         result = f"{folder} is longer than the {longest} bytes that leave room for the path of Ray's sockets"
-        return MachineFinding(
-            name, State.FAULT, result, "disables training", "set RAY_TMPDIR to a shorter path, such as /tmp"
-        )
+        remedy = "set RAY_TMPDIR to a shorter path, such as /tmp"
+        return MachineFinding(name, State.FAULT, result, NO_TRAINING, remedy)
     return check_disk(name, folder)
 
 
@@ -239,19 +236,12 @@ def check_loopback() -> MachineFinding:
                 pass
     except OSError as error:
         remedy = "allow sockets on 127.0.0.1 (the interface lo)"
-        return MachineFinding("ports", State.FAULT, f"{LOOPBACK} cannot be used: {error}", "disables training", remedy)
+        return MachineFinding("ports", State.FAULT, f"{LOOPBACK} cannot be used: {error}", NO_TRAINING, remedy)
     low, high = _free_range()
     facts = {"low": low, "high": high}
     if high - low < LEAST_PORTS:
-        remedy = "widen net.ipv4.ip_local_port_range"
-        return MachineFinding(
-            "ports",
-            State.NOTE,
-            f"only {low} to {high} for sockets",
-            "limits the number of servers and requests",
-            remedy,
-            facts,
-        )
+        result, effect = f"only {low} to {high} for sockets", "limits the number of servers and requests"
+        return MachineFinding("ports", State.NOTE, result, effect, "widen net.ipv4.ip_local_port_range", facts)
     return MachineFinding("ports", State.OK, f"{LOOPBACK} answers; {low} to {high} for sockets", facts=facts)
 
 
@@ -302,16 +292,9 @@ def check_leftovers(clean: bool, seconds: float) -> MachineFinding:
     if not remaining:
         return MachineFinding("leftovers", State.OK, f"removed what was left of {summary}", facts=facts)
     if clean:
-        folders = ", ".join(each["folder"] for each in remaining)
-        return MachineFinding(
-            "leftovers",
-            State.NOTE,
-            f"could not remove {folders}",
-            "it holds memory or disk",
-            "remove it by hand",
-            facts,
-        )
-    return MachineFinding("leftovers", State.NOTE, summary, "it holds memory or disk", "miles doctor --clean", facts)
+        summary = f"could not remove {', '.join(each['folder'] for each in remaining)}"
+    remedy = "remove it by hand" if clean else "miles doctor --clean"
+    return MachineFinding("leftovers", State.NOTE, summary, "it holds memory or disk", remedy, facts)
 
 
 # Check the packages: which are installed, and whether they can be imported, each in a separate process.
@@ -322,7 +305,6 @@ def check_leftovers(clean: bool, seconds: float) -> MachineFinding:
 LOWEST_PYTHON, ABOVE_PYTHON = (3, 11), (3, 13)
 AT_A_TIME = 2  # imports take a core each
 LONGEST_FAULT = 300
-NO_TRAINING = "disables training"
 
 # The versions that are installed with --no-deps, because their own lists of packages are for CUDA.
 SGLANG = ("sglang==0.5.23", "sglang-router==0.3.2")
@@ -468,9 +450,8 @@ def check_packages(quick: bool, seconds: float, of_vllm: str | None = None) -> I
     if LOWEST_PYTHON <= sys.version_info[:2] < ABOVE_PYTHON:
         yield MachineFinding("python", State.OK, f"{version}, {sys.executable}", facts={"version": version})
     else:
-        yield MachineFinding(
-            "python", State.FAULT, f"{version}; miles needs 3.11 or 3.12", remedy="make another environment"
-        )
+        result = f"{version}; miles needs 3.11 or 3.12"
+        yield MachineFinding("python", State.FAULT, result, remedy="make another environment")
     folder = Path(miles.__file__).parent
     facts = {"version": miles.__version__, "folder": str(folder)}
     yield MachineFinding("miles", State.OK, f"{miles.__version__}, {folder}", facts=facts)
@@ -491,25 +472,17 @@ def check_vllm(python: str) -> MachineFinding:
 
 def check_others() -> MachineFinding:
     """Return the finding on the packages that every run needs, and that are not reported one by one."""
-    facts = {name: _version(name) for name in OTHERS}
+    facts = {name: installed_version(name) for name in OTHERS}
     missing = [name for name, version in facts.items() if version is None]
     if missing:
-        return MachineFinding(
-            "other packages", State.FAULT, f"not installed: {', '.join(missing)}", NO_TRAINING, install_command(), facts
-        )
+        result = f"not installed: {', '.join(missing)}"
+        return MachineFinding("other packages", State.FAULT, result, NO_TRAINING, install_command(), facts)
     return MachineFinding("other packages", State.OK, f"all {len(facts)} installed", facts=facts)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def check_package(package: Package, quick: bool, seconds: float) -> MachineFinding:
     """Return the finding on one package."""
-    version = _version(package.name)
+    version = installed_version(package.name)
     if version is None:
         return _lacking(package, "not installed")
     if package.is_imported and not quick:

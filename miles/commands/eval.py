@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from miles.base.flags import count
 from miles.base.text import InputError
-from miles.commands.saved_runs.run import SavedRun
-from miles.commands.saved_runs.weights import add_weights_flags, hugging_face_folder
+from miles.commands.saved_runs.weights import add_weights_flags, generating
 from miles.config.command_parser import CommandParser
 from miles.config.components import ENGINES
 from miles.config.evaluation import EvaluationArguments
@@ -87,17 +86,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _evaluate(options: argparse.Namespace) -> list[SetResult]:
-    run = SavedRun(options.run)
-    settings = run.settings  # read before the weights are exported, which takes longer
-    with (
-        hugging_face_folder(run, options.step, options.weights) as model,
-        tempfile.TemporaryDirectory(prefix="miles-eval-") as logs,
-    ):
-        from miles.commands.saved_runs.generation import evaluate_sets, settings_for  # imports torch
+    longest = options.max_response_len
+    with generating(options) as here, tempfile.TemporaryDirectory(prefix="miles-eval-") as prompts:
+        from miles.commands.saved_runs.generation import evaluate_sets  # imports torch
 
-        here, longest = settings_for(settings, model, Path(logs), options.engine), options.max_response_len
         if options.benchmarks:
-            each = [*benchmark_settings(here, options.benchmarks, Path(logs), longest)]
+            each = [*benchmark_settings(here, options.benchmarks, Path(prompts), longest)]
             return [result for one in each for result in asyncio.run(evaluate_sets(one, (), options.n_samples))]
         if longest is not None:
             here = replace(here, evaluation=replace(here.evaluation, eval_max_response_len=longest))

@@ -15,7 +15,7 @@ import miles
 from miles.base.flags import flag_name
 from miles.base.secrets import hide_in_text, public_words
 from miles.base.text import InputError, one_line
-from miles.commands.saved_runs.run import SavedCheckpoint, SavedRun, on_this_machine, run_folder
+from miles.commands.saved_runs.run import SavedCheckpoint, SavedRun, add_run, on_this_machine
 from miles.commands.saved_runs.weights import add_step_flag, export, export_adapter
 from miles.config.command_parser import CommandParser
 from miles.config.servers.passed_on import PREFIXES
@@ -34,9 +34,7 @@ def main(argv: Sequence[str]) -> int:
         SystemExit: With status 2 for wrong arguments, and for a checkpoint that cannot be exported.
     """
     parser = CommandParser(prog="miles export", description=__doc__, allow_abbrev=False)
-    parser.add_argument(
-        "run", type=run_folder, metavar="RUN", help="the --output-dir of a run, or the URL of its --save"
-    )
+    add_run(parser)
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write, which must not exist yet")
     add_step_flag(parser)
     parser.add_argument(

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from miles.commands.saved_runs.run import run_folder
+from miles.commands.saved_runs.run import add_run
 from miles.config.command_parser import CommandParser
 from miles.observe.page import write_report
 from miles.observe.report.server import HOST, ReportServer
@@ -21,9 +21,7 @@ def main(argv: Sequence[str]) -> int:
         SystemExit: With status 2 for wrong arguments.
     """
     parser = CommandParser(prog="miles report", description=__doc__)
-    parser.add_argument(
-        "run", type=run_folder, metavar="RUN", help="the --output-dir of a run, or the URL of its --save"
-    )
+    add_run(parser)
     parser.add_argument(
         "--port", type=int, help=f"port of the loopback address; 0 takes a free one (default: {PORT}, else a free one)"
     )

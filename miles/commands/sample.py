@@ -8,14 +8,12 @@ import argparse
 import asyncio
 import json
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from miles.base.text import InputError
 from miles.commands.saved_runs.run import SavedRun
-from miles.commands.saved_runs.weights import add_weights_flags, hugging_face_folder
+from miles.commands.saved_runs.weights import add_weights_flags, generating
 from miles.config.command_parser import CommandParser
 from miles.config.components import ENGINES
 from miles.config.settings import Settings
@@ -81,17 +79,11 @@ def _as_json(sample: Sample, ask: str | int) -> dict[str, Any]:
 
 
 def _answers(options: argparse.Namespace, ask: str | int) -> list[Sample]:
-    run = SavedRun(options.run)
-    settings = run.settings
     if isinstance(ask, int):
-        _check_row(settings, ask)
-    with (
-        hugging_face_folder(run, options.step, options.weights) as model,
-        tempfile.TemporaryDirectory(prefix="miles-sample-") as logs,
-    ):
-        from miles.commands.saved_runs.generation import answer, settings_for  # imports torch
+        _check_row(SavedRun(options.run).settings, ask)
+    with generating(options) as here:
+        from miles.commands.saved_runs.generation import answer  # imports torch
 
-        here = settings_for(settings, model, Path(logs), options.engine)
         work = answer(here, ask, options.n, options.seed, options.temperature, options.max_response_len, options.image)
         return asyncio.run(work)
 

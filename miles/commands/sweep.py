@@ -35,6 +35,15 @@ from miles.commands.train import in_one_process
 from miles.config.command_parser import CommandParser
 from miles.config.rules import check_one_process
 
+# The modules that a run in one process uses.
+USED_BY_RUNS = (
+    "miles.commands.train",
+    "miles.run.launcher",
+    "miles.engine.embedded.torch_engine",
+    "miles.training.fsdp.backend",
+    "miles.training.trainer",
+)
+
 
 def main(argv: Sequence[str]) -> int:
     """Run the sweep and write its comparison; return the exit status."""
@@ -82,8 +91,7 @@ def main(argv: Sequence[str]) -> int:
         faults = [fault for run in runs if (fault := _fault(run)) is not None]
         if faults:
             return _refuse(faults)
-        imported = ("miles.commands.train", "miles.run.one_process.imports")
-        start = Forks(TRAIN, in_one_process, imported) if options.one_process else start_process
+        start = Forks(TRAIN, in_one_process, USED_BY_RUNS) if options.one_process else start_process
         return _run(definition, runs, devices, out, again, start)
 
 
@@ -114,7 +122,7 @@ def _run(
     ended = Ended()
     try:
         if to_do:
-            progress = SweepProgress(to_do, len(runs) - len(to_do), len(devices))
+            progress = SweepProgress(to_do, len(runs) - len(to_do))
             try:
                 ended = RunQueue(to_do, devices, progress, start).run()
             finally:

@@ -12,8 +12,8 @@ from miles.base.text import tell
 from miles.compat.border import parse_or_exit
 from miles.config.explain import explain
 from miles.config.notes import start_refused
+from miles.config.rules import check_one_process
 from miles.config.validate import Validated
-from miles.run.launcher import launch, train_in_one_process
 
 
 def main(argv: Sequence[str], is_alone: bool = True) -> int:
@@ -60,9 +60,9 @@ def start(validated: Validated, is_alone: bool = False) -> None:
     Raises:
         SystemExit: With status 1 if the run fails.
     """
-    from miles.run.failures import exit_with_message  # imports Ray
+    from miles.run.launcher import launch  # imports Ray
 
-    launch(validated, exit_with_message, is_alone)
+    launch(validated, is_alone=is_alone)
 
 
 def in_one_process(argv: Sequence[str]) -> None:
@@ -71,8 +71,7 @@ def in_one_process(argv: Sequence[str]) -> None:
     Raises:
         SystemExit: As ``main``, also if the run needs more processes.
     """
-    from miles.config.rules import check_one_process
-    from miles.run.failures import exit_with_message
+    from miles.run.launcher import launch, train_in_one_process  # imports Ray
 
     validated = parse_or_exit(argv)
     try:
@@ -80,4 +79,4 @@ def in_one_process(argv: Sequence[str]) -> None:
     except ValueError as error:
         tell(f"error: {error}")
         raise SystemExit(2) from None
-    launch(validated, exit_with_message, runner=train_in_one_process)
+    launch(validated, runner=train_in_one_process)

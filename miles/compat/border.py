@@ -10,35 +10,19 @@
 
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from miles.base.flags import LONGEST_VALUE, Errors, FlagError, flag_name
 from miles.base.text import one_line
-from miles.compat.spellings import (
-    COUNTERPARTS,
-    Line,
-    check_reference,
-    read_async_steps,
-    read_estimator,
-    read_eval_servers,
-    read_functions,
-    read_multi_turn,
-    read_reference,
-    read_settings_of_file,
-    read_step,
-    read_teacher,
-    read_values,
-    remarks,
-)
+from miles.compat.spellings import COUNTERPARTS, READERS, Line, check_reference, read_settings_of_file, remarks
 from miles.compat.verdicts import FOREIGN_FLAGS
 from miles.config import files, parser
-from miles.config.flags_view import CUSTOM_CONFIG
-from miles.config.functions import names_functions
+from miles.config.functions import CUSTOM_CONFIG, names_functions
 from miles.config.notes import OTHERS, Note, report
-from miles.config.parser import Command, FlagParser, judge, judge_with_hub, judge_without_hub, with_inputs
+from miles.config.parser import Command, judge, judge_with_hub, judge_without_hub, with_inputs
 from miles.config.servers.passed_on import is_passed_on
 from miles.config.settings import Settings, section_of
 from miles.config.spelling import cut_spaced_words, group_words, repeated_flags
@@ -51,24 +35,7 @@ ELSEWHERE = {
 }
 
 
-@dataclass(frozen=True)
-class Rewritten:
-    """Hold a command in our words.
-
-    Attributes:
-        words: The words.
-        notes: What was read in another spelling.
-        foreign: The flags of other launchers that were in it, with their values; True for a switch.
-        names_for_functions: The names in ``--custom-config-path`` that are no flags.
-    """
-
-    words: list[str]
-    notes: list[Note]
-    foreign: Mapping[str, Any]
-    names_for_functions: Sequence[str]
-
-
-def rewrite(words: Sequence[str], errors: Errors) -> Rewritten:
+def rewrite(words: Sequence[str], errors: Errors) -> Line:
     """Read the words of other launchers as ours.
 
     Args:
@@ -76,12 +43,12 @@ def rewrite(words: Sequence[str], errors: Errors) -> Rewritten:
         errors: Collects what cannot be obeyed, whatever the settings of the run are.
     """
     line = Line(list(words), errors)
-    names = read_settings_of_file(line, _known_flags)
+    read_settings_of_file(line, _known_flags)
     line.words = cut_spaced_words(line.words, {*_known_flags(line.words), *COUNTERPARTS})
     line.notes += repeated_flags(line.words)
-    for read in _READERS:
+    for read in READERS:
         read(line)
-    return Rewritten(line.words, line.notes, line.foreign, names)
+    return line
 
 
 def _known_flags(words: Sequence[str]) -> Collection[str]:
@@ -90,51 +57,7 @@ def _known_flags(words: Sequence[str]) -> Collection[str]:
     return parser.known_flags(words, FOREIGN_FLAGS) | FOREIGN_FLAGS.keys() | passed_on
 
 
-_TAKES: dict[str, dict[str, Any]] = {
-    "switch": {"action": "store_const", "const": True},
-    "value": {},
-    "list": {"nargs": "+"},
-    "optional": {"nargs": "?", "const": True},
-}
-
-
-@cache
-def _foreign_parser() -> FlagParser:
-    flags = FlagParser(add_help=False, allow_abbrev=False)
-    for flag, row in FOREIGN_FLAGS.items():
-        flags.add_argument(flag, dest=flag, default=None, **_TAKES[row.kind])
-    return flags
-
-
-def _take_foreign(line: Line) -> None:
-    """Move the flags of ``FOREIGN_FLAGS`` out of the words."""
-    is_foreign, words, own = False, list[str](), list[str]()
-    for word in line.words:
-        if word.startswith("--") and len(word) > 2:
-            is_foreign = word.partition("=")[0] in FOREIGN_FLAGS
-        (words if is_foreign else own).append(word)
-    line.words = own
-    with suppress(FlagError):  # whose messages are among the errors
-        values = vars(_foreign_parser().for_command(line.errors).read(words))
-        line.foreign |= {flag: value for flag, value in values.items() if value is not None}
-
-
-# In this order: a reader sees the words that the readers before it have left.
-_READERS = (
-    read_estimator,
-    read_values,
-    read_eval_servers,
-    _take_foreign,
-    read_teacher,
-    read_multi_turn,
-    read_step,
-    read_functions,
-    read_async_steps,
-    read_reference,
-)
-
-
-def notes(settings: Settings, errors: Errors, rewritten: Rewritten) -> list[Note]:
+def notes(settings: Settings, errors: Errors, rewritten: Line) -> list[Note]:
     """Judge what was rewritten, with the settings of the run.
 
     Args:
@@ -171,16 +94,10 @@ def read_command(argv: Sequence[str], keywords: Mapping[str, Any] | None = None)
     expanded = parser.expand(argv, keywords or {}, {*ELSEWHERE, *COUNTERPARTS}, errors)
     rewritten = rewrite(expanded.words, errors)
     named = [flag for flag, _ in group_words(expanded.words) if flag in FOREIGN_FLAGS]
-    return parser.read_words(
-        rewritten.words,
-        expanded,
-        errors,
-        notes=rewritten.notes,
-        elsewhere=ELSEWHERE,
-        megatron=[flag for flag in named if FOREIGN_FLAGS[flag].is_megatron],
-        later=partial(notes, rewritten=rewritten),
-        remarks=remarks,
-    )
+    megatron = [flag for flag in named if FOREIGN_FLAGS[flag].is_megatron]
+    command = parser.read_words(rewritten.words, expanded, errors, ELSEWHERE, megatron)
+    later = partial(notes, rewritten=rewritten)
+    return replace(command, notes=tuple(rewritten.notes), later=later, remarks=remarks)
 
 
 def parse_or_exit(argv: Sequence[str], starts: bool = True) -> Validated:
@@ -195,7 +112,7 @@ def parse_or_exit(argv: Sequence[str], starts: bool = True) -> Validated:
     """
     with _exiting_on_wrong_flags():
         command, validated = judge_with_hub(lambda: read_command(argv), partial(judge, starts=starts), starts)
-        return replace(with_inputs(command, validated, starts), explains=command.explains)
+        return with_inputs(command, validated, starts)
 
 
 def refuse_wrong_flags(argv: Sequence[str]) -> None:

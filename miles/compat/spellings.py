@@ -5,18 +5,18 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from miles.base.flags import LONGEST_VALUE, Errors, flag_name
+from miles.base.flags import LONGEST_VALUE, Errors, FlagError, flag_name
 from miles.base.storage import is_url
 from miles.base.text import one_line
-from miles.compat.verdicts import table
+from miles.compat.verdicts import FOREIGN_FLAGS, table
 from miles.config.checkpoint import CheckpointArguments, checkpoint_name
-from miles.config.choice import reads_megatron_flags
-from miles.config.flags_view import CUSTOM_CONFIG, read_custom_config
-from miles.config.functions import HOOKS, has_source
+from miles.config.functions import CUSTOM_CONFIG, HOOKS, has_source, read_custom_config
 from miles.config.notes import NO_EFFECT, READ_AS, SPEED, Note, written
+from miles.config.parser import FlagParser
 from miles.config.settings import Settings
 from miles.config.spelling import group_words, without_flags
 from miles.objective.aggregation import MODE_FLAGS
@@ -37,12 +37,14 @@ class Line:
         errors: Collects what cannot be obeyed.
         foreign: The flags of ``FOREIGN_FLAGS`` in it that are left to judge, with their values; True for a switch.
         notes: What was read in another spelling.
+        names_for_functions: The names in ``--custom-config-path`` that are no flags.
     """
 
     words: list[str]
     errors: Errors
     foreign: dict[str, Any] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
+    names_for_functions: list[str] = field(default_factory=list)
 
     def __contains__(self, flag: str) -> bool:
         return any(flag == name for name, _ in group_words(self.words))
@@ -371,7 +373,7 @@ def remarks(settings: Settings, set_fields: Collection[str]) -> Iterator[str]:
     """
     yield from _on_initial_weights(settings, set_fields)
     relied_on = [name for name in ON_FSDP if name not in set_fields]
-    if "train_backend" in set_fields and not reads_megatron_flags(settings) and relied_on:
+    if "train_backend" in set_fields and not settings.backend.reads_megatron_flags and relied_on:
         here = ", ".join(f"{flag_name(name)} {getattr(settings.optimizer, name)}" for name in relied_on)
         there = ", ".join(ON_FSDP[name] for name in relied_on)
         yield f"{here}: the defaults with every backend; related launchers have {there} with FSDP"
@@ -385,7 +387,7 @@ def _on_initial_weights(settings: Settings, set_fields: Collection[str]) -> Iter
     reference, model, load = settings.model.ref_load, settings.model.hf_checkpoint, settings.checkpoint.load
     if reference is None or model is None or not settings.loss.needs_reference or Path(reference) == Path(model):
         return
-    names_fsdp = "train_backend" in set_fields and not reads_megatron_flags(settings)
+    names_fsdp = "train_backend" in set_fields and not settings.backend.reads_megatron_flags
     resumes = load is not None and any(Path(load).glob("*/manifest.json"))
     if not names_fsdp and not resumes:
         yield (
@@ -409,31 +411,25 @@ _OF_REJECTION = ("rs_level", "rs_lower_bound", "rs_upper_bound", "rs_veto_thresh
 _MODES = {"truncate": "truncate", "clip": "truncate", "mask": "icepop"}  # theirs -> ours
 
 
-def read_settings_of_file(line: Line, known: Callable[[Sequence[str]], Collection[str]]) -> list[str]:
+def read_settings_of_file(line: Line, known: Callable[[Sequence[str]], Collection[str]]) -> None:
     """Add the settings of the file to the command, if it names one.
 
     Args:
         line: The command.
         known: Returns the flags that exist, if some of these words are flags of Megatron also its own.
-
-    Returns:
-        The names in the file that are no flags: they are for functions of the user's.
     """
     path = line.value(CUSTOM_CONFIG)
-    values: dict[str, Any] = {}
-    if path is not None:
-        try:
-            values = read_custom_config(path)
-        except ValueError as error:
-            line.errors.add(str(error))
-            return []
-    values = read_mismatch_config(line, values)
+    try:
+        values = read_mismatch_config(line, {} if path is None else read_custom_config(path))
+    except ValueError as error:
+        line.errors.add(str(error))
+        return
     if not values:
-        return []
+        return
     flags = known([flag_name(name) for name in values])
     line.drop(*(flag_name(name) for name, value in values.items() if _leaves_out(value)))
     line.words += words_of(values, flags)
-    return [name for name in values if flag_name(name) not in flags]
+    line.names_for_functions += [name for name in values if flag_name(name) not in flags]
 
 
 def words_of(values: Mapping[str, Any], flags: Collection[str]) -> list[str]:
@@ -542,3 +538,50 @@ def _number(values: Mapping[str, Any], name: str, default: float, errors: Errors
         errors.add(f"{flag_name(name)} {value}: must be a finite number above 0; correct it")
         return default
     return number
+
+
+# Take the flags of other launchers that are no setting here out of a command, to judge them with its settings.
+
+
+_TAKES: dict[str, dict[str, Any]] = {
+    "switch": {"action": "store_const", "const": True},
+    "value": {},
+    "list": {"nargs": "+"},
+    "optional": {"nargs": "?", "const": True},
+}
+
+
+@cache
+def _foreign_parser() -> FlagParser:
+    flags = FlagParser(add_help=False, allow_abbrev=False)
+    for flag, row in FOREIGN_FLAGS.items():
+        flags.add_argument(flag, dest=flag, default=None, **_TAKES[row.kind])
+    return flags
+
+
+def take_foreign(line: Line) -> None:
+    """Move the flags of ``FOREIGN_FLAGS`` out of the words."""
+    is_foreign, words, own = False, list[str](), list[str]()
+    for word in line.words:
+        if word.startswith("--") and len(word) > 2:
+            is_foreign = word.partition("=")[0] in FOREIGN_FLAGS
+        (words if is_foreign else own).append(word)
+    line.words = own
+    with suppress(FlagError):  # whose messages are among the errors
+        values = vars(_foreign_parser().for_command(line.errors).read(words))
+        line.foreign |= {flag: value for flag, value in values.items() if value is not None}
+
+
+# In this order: a reader sees the words that the readers before it have left.
+READERS = (
+    read_estimator,
+    read_values,
+    read_eval_servers,
+    take_foreign,
+    read_teacher,
+    read_multi_turn,
+    read_step,
+    read_functions,
+    read_async_steps,
+    read_reference,
+)

@@ -8,7 +8,6 @@ from typing import Any, Literal, TypeAlias
 
 from miles.base.flags import Errors
 from miles.config.checkpoint import first_iteration
-from miles.config.choice import reads_megatron_flags
 from miles.config.model import readable_config
 from miles.config.notes import NO_EFFECT, SAME, Note, written
 from miles.config.settings import Settings
@@ -121,10 +120,10 @@ CONDITIONS: dict[str, Callable[[Settings, ForeignFlags], bool]] = {
     "trains_what_generated": _trains_what_generated,
     "has_llama3_rope": _has_llama3_rope,
     # Layers come from transformers or Megatron-Bridge, and not from the flags that describe them.
-    "trains_any_layer": lambda s, command: not reads_megatron_flags(s) or s.megatron.megatron_to_hf_mode == "bridge",
+    "trains_any_layer": lambda s, command: not s.backend.reads_megatron_flags or s.megatron.uses_bridge,
     "loads_nothing": lambda s, command: s.checkpoint.load is None,
     "has_checkpoint": lambda s, command: s.checkpoint.load is None or first_iteration(s.checkpoint) not in (None, 0),
-    "divides_weights": lambda s, command: not reads_megatron_flags(s),
+    "divides_weights": lambda s, command: not s.backend.reads_megatron_flags,
     "starts_at_weight_decay": _is_weight_decay("--start-weight-decay"),
     "ends_at_weight_decay": _is_weight_decay("--end-weight-decay"),
 }

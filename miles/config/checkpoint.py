@@ -197,13 +197,8 @@ def split_checkpoint(url: str) -> tuple[str, str | None]:
 
 
 def check_checkpoint(checkpoint: CheckpointArguments, evaluation: EvaluationArguments, errors: Errors) -> None:
-    """Check the metric of ``--save-best``, and the URLs."""
+    """Check the metric of ``--save-best``, and that URLs can be reached by the installed packages."""
     _check_best(checkpoint, evaluation, errors)
-    _check_urls(checkpoint, errors)
-
-
-def _check_urls(checkpoint: CheckpointArguments, errors: Errors) -> None:
-    """Check that URLs can be reached by the installed packages, and that their flags have some."""
     urls = checkpoint.urls
     for name, url in urls.items():
         fault = fault_of_url(url, written=name != "load")

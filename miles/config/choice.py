@@ -65,7 +65,7 @@ def trained_without_megatron(settings: Settings) -> str | None:
     config = readable_config(settings.model)
     if config is None or config.get("model_type") in CONVERTED:
         return None
-    if config.get("model_type") in BRIDGED and settings.megatron.megatron_to_hf_mode == "bridge":
+    if config.get("model_type") in BRIDGED and settings.megatron.uses_bridge:
         return None
     is_trained = is_compared_by_test(config) and why_not_trained(config) is None
     return model_type(config) if is_trained else None
@@ -100,12 +100,11 @@ def choose_engine(value: str | None, server_flags: Iterable[str], device: Chosen
     """
     if value is not None:
         return ChosenValue(value, "--rollout-engine")
-    servers, embedded = (first_with(ENGINES, "has_servers", wanted) for wanted in (True, False))
     first = next(iter(server_flags), None)
     if first is not None:
         name = next(name for name, row in ENGINES.items() if first.startswith(row.prefixes))
         return ChosenValue(name, f"the command has {first}")
-    return ChosenValue(servers if device.value == "cuda" else embedded, device.why)
+    return ChosenValue(first_with(ENGINES, "has_servers", device.value == "cuda"), device.why)
 
 
 def choose_ranks(device: ChosenValue, cores: int) -> ChosenValue:
@@ -165,17 +164,6 @@ class JoinedCluster:
             return f"the GPUs of the Ray cluster at {self.address} are not known ({self.fault})"
         return f"the Ray cluster at {self.address} has {count(self.gpus, 'GPU') if self.gpus else 'no GPU'}"
 
-    @property
-    def is_absent(self) -> bool:
-        """Whether nothing listens at the address: a run would wait for it, and never start."""
-        return self.gpus is None and "refused" in self.fault
-
-    @property
-    def doubt(self) -> str:
-        """The note on GPUs that are not known."""
-        planned = "the run is planned for CPU; give --device cuda if the cluster has GPUs, else --device cpu"
-        return f"--ray-address {self.address}: the GPUs of the cluster are not known ({self.fault}), so {planned}"
-
 
 @functools.cache
 def joined_cluster(address: str) -> JoinedCluster:
@@ -204,28 +192,7 @@ def joined_cluster(address: str) -> JoinedCluster:
     return JoinedCluster(address, int(answer["gpus"]))
 
 
-# Ask which flags the chosen backend and engine read, before their names are checked too, and what rewards decide.
-
-
 Spec = TypeVar("Spec", TrainBackendSpec, EngineSpec)
-
-
-def reads_megatron_flags(settings: Settings) -> bool:
-    """Return whether the training backend reads the flags of Megatron."""
-    backend = TRAIN_BACKENDS.get(settings.training.train_backend)
-    return backend is not None and backend.reads_megatron_flags
-
-
-def has_servers(settings: Settings) -> bool:
-    """Return whether the engine generates in servers."""
-    engine = ENGINES.get(settings.rollout.rollout_engine)
-    return engine is not None and engine.has_servers
-
-
-def passes_on(settings: Settings, prefix: str) -> bool:
-    """Return whether the engine has servers that take the flags with this prefix."""
-    engine = ENGINES.get(settings.rollout.rollout_engine)
-    return engine is not None and prefix in engine.prefixes
 
 
 def first_with(rows: Mapping[str, Spec], ability: str, wanted: bool = True) -> str:

@@ -134,16 +134,6 @@ def check_offload(cluster: ClusterArguments, errors: Errors) -> None:
         if getattr(cluster, f"offload_{side}") and getattr(cluster, f"no_offload_{side}"):
             rule = f"contradicts {flag_name(f'no_offload_{side}')}"
             errors.refuse(f"offload_{side}", True, rule, "give one of them")
-    if cluster.device == "cpu":
-        check_offload_on_cpu(cluster, errors)
-
-
-def check_offload_on_cpu(cluster: ClusterArguments, errors: Errors) -> None:
-    """Refuse an offload that is asked for in a run on CPU."""
-    for side in ("offload_train", "offload_rollout"):
-        if getattr(cluster, side):
-            rule = "frees GPU memory, and this run is on CPU"
-            errors.refuse(side, True, rule, f"drop {flag_name(side)}")
 
 
 def explain_cluster(cluster: ClusterArguments, engines: str, train_backend: str | None) -> str:

@@ -1,6 +1,5 @@
 """Choose the held-out sets, and how they are sampled."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
@@ -8,24 +7,10 @@ from pathlib import Path
 from typing import Any, Optional
 
 from miles.base import strict_json
-from miles.base.flags import LONGEST_VALUE, Errors, fault_of_size, flag
+from miles.base.flags import Errors, flag
 from miles.base.text import InputError, one_line
 from miles.config.rollout import RolloutArguments, check_temperature, check_top_k
 from miles.tasks.data.settings import DataArguments, check_pairs
-
-_TEXT, _COUNT, _NUMBER = (str,), (int,), (int, float)
-_KEYS: dict[str, tuple[type, ...]] = {  # the keys of an entry of --eval-config
-    "name": _TEXT,
-    "source": _TEXT,
-    "n_samples_per_eval_prompt": _COUNT,
-    "temperature": _NUMBER,
-    "top_p": _NUMBER,
-    "top_k": _COUNT,
-    "min_p": _NUMBER,
-    "max_response_len": _COUNT,
-    "input_key": _TEXT,
-    "label_key": _TEXT,
-}
 
 _of_sets = partial(flag, needs="an evaluation set")
 
@@ -83,21 +68,34 @@ class EvaluationArguments:
         return any(name is not None for name in (self.eval_prompt_data, self.eval_config, self.eval_function_path))
 
 
+# Settings that a set of --eval-config may have of its own, and the flags that supply them otherwise.
+_OF_ROLLOUT = ("temperature", "top_p", "top_k", "min_p", "max_response_len")
+_OF_DATA = ("input_key", "label_key")
+_FLAGS = {
+    "n_samples_per_eval_prompt": "n_samples_per_eval_prompt",
+    "temperature": "eval_temperature",
+    "top_p": "eval_top_p",
+    "top_k": "eval_top_k",
+    "min_p": "eval_min_p",
+    "max_response_len": "eval_max_response_len",
+    "input_key": "eval_input_key",
+    "label_key": "eval_label_key",
+}
+_KINDS: dict[str, type] = {
+    **dict.fromkeys(("name", "source", *_OF_DATA), str),
+    **dict.fromkeys(("n_samples_per_eval_prompt", "max_response_len", "top_k"), int),
+    **dict.fromkeys(("temperature", "top_p", "min_p"), float),
+}
+
+
 def fill_evaluation(
     evaluation: EvaluationArguments, rollout: RolloutArguments, data: DataArguments
 ) -> EvaluationArguments:
     """Fill in unset flags of evaluation with the flags of training, in a run that evaluates."""
     if not evaluation.has_sets:
         return evaluation
-    defaults: dict[str, Any] = {
-        "eval_temperature": rollout.rollout_temperature,
-        "eval_top_p": rollout.rollout_top_p,
-        "eval_top_k": rollout.rollout_top_k,
-        "eval_min_p": rollout.rollout_min_p,
-        "eval_max_response_len": rollout.rollout_max_response_len,
-        "eval_input_key": data.input_key,
-        "eval_label_key": data.label_key,
-    }
+    defaults = {_FLAGS[key]: getattr(rollout, f"rollout_{key}") for key in _OF_ROLLOUT}
+    defaults |= {_FLAGS[key]: getattr(data, key) for key in _OF_DATA}
     return replace(evaluation, **{name: value for name, value in defaults.items() if getattr(evaluation, name) is None})
 
 
@@ -129,16 +127,7 @@ def eval_entries(evaluation: EvaluationArguments) -> list[dict[str, Any]]:
             raise InputError(
                 f"{flag}: the set name {name} is given {names.count(name)} times; give each set its own name"
             )
-    of_flags = {
-        "n_samples_per_eval_prompt": evaluation.n_samples_per_eval_prompt,
-        "temperature": evaluation.eval_temperature,
-        "top_p": evaluation.eval_top_p,
-        "top_k": evaluation.eval_top_k,
-        "min_p": evaluation.eval_min_p,
-        "max_response_len": evaluation.eval_max_response_len,
-        "input_key": evaluation.eval_input_key,
-        "label_key": evaluation.eval_label_key,
-    }
+    of_flags = {key: getattr(evaluation, flag) for key, flag in _FLAGS.items()}
     return [of_flags | entry for entry in entries]
 
 
@@ -174,31 +163,21 @@ def _check_entry(entry: Any, where: str) -> None:
     if not isinstance(entry, dict):
         raise InputError(f"{where}: {entry!r} is not an object; write one with name and source")
     for key, value in entry.items():
-        if key not in _KEYS:
-            near = get_close_matches(str(key), _KEYS, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(_KEYS)}"
+        if key not in _KINDS:
+            near = get_close_matches(str(key), _KINDS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(_KINDS)}"
             raise InputError(f"{where}: unknown key {key}; {hint}")
-        if isinstance(value, bool) or not isinstance(value, _KEYS[key]):
-            kinds = " or ".join(kind.__name__ for kind in _KEYS[key])
+        kind = _KINDS[key]
+        if isinstance(value, bool) or not isinstance(value, int | float if kind is float else kind):
+            kinds = "int or float" if kind is float else kind.__name__
             raise InputError(f"{where}: {key} is {value!r}; give a value of type {kinds}, or remove the key")
     for key in ("name", "source"):
         if not entry.get(key):
             raise InputError(f"{where}: has no {key}; every set needs a name and a source")
-    _check_ranges(entry, where)
-
-
-def _check_ranges(entry: dict[str, Any], where: str) -> None:
-    rules: dict[str, tuple[Callable[[Any], bool], str]] = {
-        "n_samples_per_eval_prompt": (lambda v: v >= 1, "at least 1"),
-        "max_response_len": (lambda v: v >= 1, "at least 1"),
-        "temperature": (lambda v: 0 <= v < float("inf"), "finite, and 0 (greedy) or more"),
-        "top_p": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
-        "top_k": (lambda v: v == -1 or v >= 1, "-1 (all) or at least 1"),
-        "min_p": (lambda v: 0 <= v <= 1, "from 0 (all) to 1"),
-    }
-    for key, (holds, rule) in rules.items():
-        if key in entry and not holds(entry[key]):
-            raise InputError(f"{where}: {key} is {entry[key]}; it must be {rule}")
-    for key, value in entry.items():
-        if isinstance(value, int | float) and (fault := fault_of_size(key, value)) is not None:
-            raise InputError(f"{where}: {key} is {one_line(str(value), LONGEST_VALUE)}; it {fault}")
+    own = EvaluationArguments(**{flag: entry[key] for key, flag in _FLAGS.items() if key in entry})
+    errors = Errors()
+    errors.declared(own)
+    check_top_k(own, "eval_top_k", errors)
+    for message in errors.messages:
+        flag, _, fault = message.removeprefix("--eval-").removeprefix("--").partition(" ")
+        raise InputError(f"{where}: {flag.replace('-', '_')} {fault}")

@@ -5,9 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from miles.base.flags import count
 from miles.config.checkpoint import explain_checkpoint
-from miles.config.choice import reads_megatron_flags
 from miles.config.cluster import explain_cluster
-from miles.config.components import engine_spec
 from miles.config.functions import explain_functions
 from miles.config.host_share import host_line
 from miles.config.inputs import explain_inputs
@@ -34,35 +32,25 @@ _EXAMPLE_LENGTH = 1024  # tokens of an answer if no limit is given: conversation
 def explain(validated: Validated) -> str:
     """Return the text that ``--explain`` prints."""
     settings = validated.settings
-    parts = [
-        (
-            "Objective",
-            [objective_in_words(settings.loss, settings.step_shape, settings.added_losses), "", *_formula(settings)],
-        ),
-        ("Weight of one token", _weights(settings)),
-        ("Batch", _batch(settings)),
-        ("Data", [] if validated.inputs is None else explain_inputs(settings, validated.inputs)),
-        ("Backend and engine", [*filter(None, [validated.choice]), host_line(settings)]),
-        ("Layout", explain_layout(settings)),
-        (
-            "Precision and memory",
-            [
-                explain_precision(settings),
-                *explain_rate(settings),
-                *explain_memory(settings),
-                *explain_lora(settings.lora),
-            ],
-        ),
-        ("Replaced settings of files", [*filter(None, [", ".join(validated.replaced)])]),
-        ("Read as", list(validated.readings)),
-        ("Notes", list(validated.surprises)),
-        ("Accepted (--strict-flags refuses what has no effect)", grouped(validated.accepted)),
-        ("Without effect in this run", without_effect(settings)),
-        ("Your functions", [*explain_functions(settings)]),
-        ("Files", _files(settings)),
-        ("Processes", _processes(settings)),
-    ]
-    return "\n\n".join(_part(title, lines) for title, lines in parts if lines)
+    memory = [*explain_memory(settings), *explain_lora(settings.lora)]
+    parts: dict[str, Sequence[str]] = {
+        "Objective": _objective(settings),
+        "Weight of one token": _weights(settings),
+        "Batch": _batch(settings),
+        "Data": [] if validated.inputs is None else explain_inputs(settings, validated.inputs),
+        "Backend and engine": [*filter(None, [validated.choice]), host_line(settings)],
+        "Layout": explain_layout(settings),
+        "Precision and memory": [explain_precision(settings), *explain_rate(settings), *memory],
+        "Replaced settings of files": [*filter(None, [", ".join(validated.replaced)])],
+        "Read as": validated.readings,
+        "Notes": validated.surprises,
+        "Accepted (--strict-flags refuses what has no effect)": grouped(validated.accepted),
+        "Without effect in this run": without_effect(settings),
+        "Your functions": [*explain_functions(settings)],
+        "Files": _files(settings),
+        "Processes": _processes(settings),
+    }
+    return "\n\n".join(_part(title, lines) for title, lines in parts.items() if lines)
 
 
 def _part(title: str, lines: Iterable[str]) -> str:
@@ -78,11 +66,11 @@ def _wrapped(line: str) -> list[str]:
     return textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_on_hyphens=False)
 
 
-def _formula(settings: Settings) -> list[str]:
-    """Each term, and the file or the function that computes it."""
-    terms = objective_terms(settings.loss, settings.step_shape, settings.added_losses)
+def _objective(settings: Settings) -> list[str]:
+    """Return the objective in words, then each term, and the file or the function that computes it."""
+    facts = settings.loss, settings.step_shape, settings.added_losses
+    lines, terms = [objective_in_words(*facts), ""], objective_terms(*facts)
     column = min(60, max(len(term.text) for term in terms))
-    lines = []
     for term in terms:
         line = f"{term.text:<{column}}  [{term.source}]"
         lines += [line] if len(line) <= WIDTH else [term.text, f"{'':<{column}}  [{term.source}]"]
@@ -140,12 +128,12 @@ def _processes(settings: Settings) -> list[str]:
 
 
 def _engines(settings: Settings) -> str:
-    name, nodes = settings.rollout.rollout_engine, settings.nodes_per_engine
-    if (engine := engine_spec(name)).has_servers:
+    nodes = settings.nodes_per_engine
+    if (engine := settings.engine).has_servers:
         workers = settings.rollout.num_rollout_workers
         senders = f" fed by {workers} processes" if workers > 1 else ""
         return f"{explain_servers(engine.title, settings.sglang, settings.num_engines, nodes)}{senders}"
-    return f"the {name} engine"
+    return f"the {settings.rollout.rollout_engine} engine"
 
 
 def explain_layout(settings: Settings) -> list[str]:
@@ -158,7 +146,7 @@ def explain_layout(settings: Settings) -> list[str]:
         f"PP {dims.pipeline_model_parallel_size}{_stages(settings)}",
     ]
     lines = [f"{count(dims.world_size, 'rank')} = {' x '.join(sizes)}"]
-    if not reads_megatron_flags(settings):
+    if not settings.backend.reads_megatron_flags:
         lines[0] += "; every weight is divided over all ranks"
     nodes, per_node = settings.cluster.actor_num_nodes, settings.cluster.actor_num_gpus_per_node
     if nodes > 1 and settings.trains:
@@ -231,11 +219,10 @@ def explain_rate(settings: Settings) -> list[str]:
 
 def explain_memory(settings: Settings) -> list[str]:
     """Return the location of the optimizer's state, and the choices that memory depends on."""
-    divided = not reads_megatron_flags(settings) or settings.megatron.divides_optimizer
+    divided = not settings.backend.reads_megatron_flags or settings.megatron.divides_optimizer
     where = "divided over the ranks that hold the same weights" if divided else "whole on every rank of its weights"
-    recomputes = settings.training.gradient_checkpointing or "recompute_granularity" in dict(
-        settings.megatron_overrides
-    )
+    overrides = dict(settings.megatron_overrides)
+    recomputes = settings.training.gradient_checkpointing or "recompute_granularity" in overrides
     chunk = settings.loss.log_probs_chunk_size
     logits = "whole logits of a micro-batch" if chunk == -1 else f"logits of {chunk} tokens at once"
     return [

@@ -75,7 +75,7 @@ class Expanded:
         replaced: The flags of files that later words replace, as ``--flag value (FILE:LINE)``.
     """
 
-    words: list[str]
+    words: tuple[str, ...]
     origins: Mapping[str, str]
     replaced: tuple[str, ...] = ()
 
@@ -124,7 +124,7 @@ def expand_configs(
             what_to_do = f"give {entry.flag} after {FLAG} FILE, or set it to null"
             errors.add(f"{FLAG} {entry.origin}: {entry.flag[2:]}: a secret was left out of the file; {what_to_do}")
     return Expanded(
-        [word for entry in entries for word in entry.words],
+        tuple(word for entry in entries for word in entry.words),
         {entry.flag: entry.origin for entry in entries if entry.origin},
         tuple(replaced),
     )
@@ -154,7 +154,9 @@ class _Reader:
             position += 1 + len(values)
             if flag != FLAG:
                 most = 0 if equals else most_values(self._actions[flag]) if flag in self._actions else 1
-                overrides = values[most:] if file and all(map(self._is_override, values[most:])) else []
+                pairs = [word.partition("=") for word in values[most:]]  # key=value with a key of ours
+                are_ours = all(sign and flag_name(key.rpartition(".")[2]) in self._actions for key, sign, _ in pairs)
+                overrides = values[most:] if file and are_ours else []
                 own = values[: len(values) - len(overrides)]
                 yield _Entry(flag if flag.startswith("--") else "", (word, *own))
                 for override in overrides:
@@ -169,11 +171,6 @@ class _Reader:
             yield from self._of_file(path)
             for override in values:
                 yield from self._of_override(path, override)
-
-    def _is_override(self, word: str) -> bool:
-        """Return whether a word after the values of a flag is ``key=value`` with a key of ours."""
-        key, equals, _ = word.partition("=")
-        return bool(equals) and flag_name(key.rpartition(".")[2]) in self._actions
 
     def _of_file(self, path: str) -> Iterator[_Entry]:
         label = one_line(path, LONGEST_VALUE)
@@ -203,7 +200,9 @@ class _Reader:
             seen[flag] = origin
             yield _Entry(flag, self._words(flag, value), origin, _text(value))
         except _Refused as refused:
-            self._errors.add(f"{FLAG} {origin}: {_key_text(key)}: {refused}")
+            is_word = isinstance(key, yaml.ScalarNode)
+            name = one_line(str(key.value), LONGEST_VALUE) if is_word else "a key that is no word"
+            self._errors.add(f"{FLAG} {origin}: {name}: {refused}")
 
     def _of_override(self, path: str, override: str) -> Iterator[_Entry]:
         key, equals, text = override.partition("=")
@@ -360,10 +359,6 @@ def _field(key: yaml.Node) -> str:
     return str(key.value).removeprefix("--").replace("-", "_") if isinstance(key, yaml.ScalarNode) else ""
 
 
-def _key_text(key: yaml.Node) -> str:
-    return one_line(str(key.value), LONGEST_VALUE) if isinstance(key, yaml.ScalarNode) else "a key that is no word"
-
-
 def _text(node: yaml.Node) -> str:
     return str(node.value) if isinstance(node, yaml.ScalarNode) else json.dumps(_json(node))
 
@@ -427,7 +422,6 @@ _ASSIGNS = re.compile(rf"({_NAME})(\+?)=(.*)", re.DOTALL)
 _IS_SCRIPT = re.compile(rf"\A#!|^\s*{_DECLARES}(?:{_NAME}\+?=\(|[A-Z_][A-Z0-9_]*=[^\s=])", re.MULTILINE)
 _EXPANDS = re.compile(rf"\$\{{({_NAME})(?::?-([^}}]*))?\}}")
 _EXPANDS_IN_SCRIPT = re.compile(rf"{_EXPANDS.pattern}|\$({_NAME})")
-_WHOLE_ARRAY = re.compile(rf"\$\{{({_NAME})\[[@*]\]\}}")
 _SETTINGS_OF_SHELL = ("set", "shopt", "export", "readonly", "declare", "typeset")
 # Signs that quotes make plain text, and their replacements until the words are split.
 _QUOTED = {"$": "\ue000", "`": "\ue001", ")": "\ue002"}
@@ -548,7 +542,8 @@ class FlagsFile:
             words = self._until_closed(words)
         elif self._is_script and words:
             words = self._outside_arrays(words)
-        return [self._expand(word) for word in words if not self._is_read_already(word)]
+        arrays = {f"${{{name}[{sign}]}}" for name in self._arrays for sign in "@*"}  # whose words are read already
+        return [self._expand(word) for word in words if word not in arrays]
 
     def end(self) -> None:
         """Check the end of the file. Raises ``ValueError`` if an array is still open."""
@@ -594,11 +589,6 @@ class FlagsFile:
         assert match is not None
         name, appends, value = match[1], match[2], self._expand(match[3].removesuffix(";"))
         self._variables[name] = self._variables.get(name, "") + value if appends else value
-
-    def _is_read_already(self, word: str) -> bool:
-        """Return whether a word stands for all words of an array of this file."""
-        match = _WHOLE_ARRAY.fullmatch(word)
-        return match is not None and match[1] in self._arrays
 
     def _expand(self, word: str) -> str:
         def value(match: re.Match[str]) -> str:

@@ -3,15 +3,17 @@
 import re
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import miles
 from miles.base.flags import LONGEST_VALUE, Errors, flag_name
 from miles.base.text import one_line
 from miles.base.user_code import PICKLED, missing_name, module_files
-from miles.config.settings import Settings, section_of
+from miles.config.settings import SECTIONS, Settings, section_of
 from miles.tasks.environments.chosen import FLAG as ENVIRONMENT
 from miles.tasks.environments.chosen import read_choice
 
@@ -110,3 +112,52 @@ def has_source(path: str) -> bool:
     """Return whether the module of ``path`` is a file of this package or of the folder where the run starts."""
     module = path.partition(":")[0] if ":" in path else path.rpartition(".")[0]
     return any(module_files(module, [Path.cwd(), Path(miles.__file__).parent.parent]))
+
+
+# Show the settings of a run to functions of the user's, as they expect them: attributes with the names of flags.
+
+CUSTOM_CONFIG = "--custom-config-path"
+LARGEST_CONFIG = 1_000_000  # characters of its file
+
+
+def flags_view(settings: Settings) -> SimpleNamespace:
+    """Return every setting by its flag's name (``args.n_samples_per_prompt``), and what ``--custom-config-path`` adds.
+
+    Of Megatron's own flags those are there that the command gives. Flags of SGLang's servers are passed on unread, so
+    they are not. It is a copy: a function that changes it changes nothing in the run.
+    """
+    path = settings.rollout.custom_config_path
+    values = {} if path is None else read_custom_config(path)
+    for name, section in SECTIONS.items():
+        values |= {field.name: getattr(getattr(settings, name), field.name) for field in fields(section)}
+    return SimpleNamespace(**values | dict(settings.megatron_overrides))
+
+
+def read_custom_config(path: str) -> dict[str, Any]:
+    """Return the keys and values of the file of ``--custom-config-path``.
+
+    Raises:
+        ValueError: It cannot be read, or is not an object of YAML; the message names the flag.
+    """
+    import yaml  # few commands have such a file
+
+    label = f"{CUSTOM_CONFIG} {one_line(path, LONGEST_VALUE)}"
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        fault = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else "is not UTF-8 text"
+        raise ValueError(f"{label}: {fault}; check the path") from error
+    if len(text) > LARGEST_CONFIG:
+        raise ValueError(f"{label}: has more than {LARGEST_CONFIG} characters; check the path")
+    try:
+        values = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        reason = one_line(str(getattr(error, "problem", error)), LONGEST_VALUE)
+        line = "" if mark is None else f", line {mark.line + 1}"
+        raise ValueError(f"{label}: is not YAML ({reason}{line}); correct it there") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise ValueError(f"{label}: holds no object; write one setting per line, as name: value")
+    return values

@@ -13,8 +13,6 @@ from typing import Any
 
 from miles.base.flags import count
 from miles.base.host import GIB, busy_cores, has_bf16, has_gpu, memory_bytes
-from miles.config.choice import passes_on
-from miles.config.components import engine_spec
 from miles.config.model import local_config
 from miles.config.servers.passed_on import SERVER, has_flag, value_of
 from miles.config.settings import Settings
@@ -67,14 +65,14 @@ def fit_to_host(settings: Settings, set_fields: Collection[str]) -> Settings:
     if not settings.generates or not is_on_cpu(settings):
         return settings
     per_token = _bytes_per_token(settings)
-    if not engine_spec(settings.rollout.rollout_engine).has_servers:
+    if not settings.engine.has_servers:
         if per_token is None or "torch_engine_max_batch_size" in set_fields:
             return settings
         fitting = int(CACHE_SHARE * memory_bytes()) // (per_token * _row(settings))
         sequences = min(settings.rollout.torch_engine_max_batch_size, _rounded(fitting, SEQUENCES_STEP))
         return replace(settings, rollout=replace(settings.rollout, torch_engine_max_batch_size=sequences))
     passed_on = settings.server_flags
-    if not passes_on(settings, SERVER) or not settings.num_engines or has_flag(passed_on.server, MOST_TOKENS):
+    if SERVER not in settings.engine.prefixes or not settings.num_engines or has_flag(passed_on.server, MOST_TOKENS):
         return settings
     words = (MOST_TOKENS, str(_server_tokens(settings, per_token)), *passed_on.server)
     return replace(settings, server_flags=replace(passed_on, server=words))
@@ -122,7 +120,7 @@ def _bytes_per_token(settings: Settings) -> int | None:
     config = text_config(settings)
     if config is None:
         return None
-    keeps_latent = engine_spec(settings.rollout.rollout_engine).has_servers
+    keeps_latent = settings.engine.has_servers
     try:
         return kv_bytes_per_token(config, 1, 2 if settings.training.bf16 else 4, keeps_latent)
     except (KeyError, TypeError, ValueError, ArithmeticError):  # of a type that names its sizes otherwise
@@ -140,14 +138,14 @@ def host_line(settings: Settings) -> str:
     computing = [f"CPU with {cores}{computes}", *_ranks(settings, of_ranks)]
     if not settings.generates:
         return ", ".join(computing)
-    name, servers = settings.rollout.rollout_engine, engine_spec(settings.rollout.rollout_engine).has_servers
+    name, servers = settings.rollout.rollout_engine, settings.engine.has_servers
     if not servers:
         computing.append(f"the {name} engine of {count(threads(sharers_of_engine(settings)), 'thread')}")
         sequences = settings.rollout.torch_engine_max_batch_size
         batch, tokens = f"{count(sequences, 'sequence')} at once", sequences * _row(settings)
     elif settings.num_engines:
         computing.append(f"{count(settings.num_engines, 'server')} of {name} of 1 thread")
-        if not passes_on(settings, SERVER):
+        if SERVER not in settings.engine.prefixes:
             return f"{', '.join(computing)}; {settings.vllm.vllm_cpu_cache_gib} GiB for the cache of each"
         most = value_of(settings.server_flags.server, MOST_TOKENS) or str(SERVER_TOKENS)
         batch, tokens = f"{most} tokens in the cache of each", settings.num_engines * int(most if most.isdigit() else 0)
@@ -166,7 +164,7 @@ def _ranks(settings: Settings, threads_of_each: str) -> list[str]:
 def _engine_on_cuda(settings: Settings) -> list[str]:
     if not settings.generates or settings.sglang.rollout_external:
         return []
-    engine = engine_spec(settings.rollout.rollout_engine)
+    engine = settings.engine
     if not engine.has_servers:
         return [f"{count(settings.rollout.torch_engine_max_batch_size, 'sequence')} at once"]
     flags = settings.server_flags

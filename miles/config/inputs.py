@@ -9,13 +9,11 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import multiprocessing
 import os
 import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from miles.base.disk_faults import existing
 from miles.base.flags import FlagError, count, flag_name
 from miles.base.host import GIB, memory_limit
+from miles.base.processes import pool_of
 from miles.base.storage import is_url
 from miles.base.text import InputError, one_line
 from miles.base.tokenizer import TokenizerFault
@@ -124,7 +123,7 @@ def check_inputs(settings: Settings, starts: bool) -> Inputs:
         FlagError: With all that is wrong.
     """
     try:
-        before = partial(_prepare, needs_torch=_needs_torch(settings), is_plan=not starts)
+        before = partial(_prepare, _needs_torch(settings), starts)
         inputs: Inputs = _in_process(_check_sets, settings, starts, before=before)
     except TokenizerFault:
         inputs = _check_sets(settings, starts)
@@ -132,11 +131,9 @@ def check_inputs(settings: Settings, starts: bool) -> Inputs:
     if checked:
         inputs.faults += _in_process(_faults_of_functions, checked)
     _check_reward(settings, starts, inputs)
-    for fault in (*_faults_of_weights(settings), *_faults_of_room(settings)):
-        if starts:
-            inputs.faults.append(fault)
-        else:
-            inputs.warnings.append(start_refused(fault))
+    faults = [*_faults_of_weights(settings), *_faults_of_room(settings)]
+    inputs.faults += faults if starts else []
+    inputs.warnings += [] if starts else map(start_refused, faults)
     if inputs.faults:
         raise FlagError(*dict.fromkeys(inputs.faults))
     return inputs
@@ -146,22 +143,25 @@ def _in_process(function: Callable[..., Any], *args: Any, before: Callable[[], N
     """Return ``function(*args)`` from a fork of this process, or from this one if it has threads already."""
     if not may_fork():
         return function(*args)
-    with ProcessPoolExecutor(1, multiprocessing.get_context("fork"), before) as pool:
+    with pool_of(1, "fork", before) as pool:
         return pool.submit(function, *args).result()
 
 
 def _needs_torch(settings: Settings) -> bool:
-    """Return whether reading the rows takes torch: for images, and in ``datasets``, which a module None confuses."""
-    is_of_images = settings.data.multimodal_keys is not None or has_vision_tower(settings.model, if_absent=False)
-    return is_of_images or any(is_of_datasets(source) for _, source, _ in _sets(settings))
+    """Return whether reading the rows takes torch: for images, and in ``datasets``, which a module None confuses.
+
+    Raises ``FlagError`` for a malformed ``--eval-config``, so it runs in the command's own process.
+    """
+    reads_images = settings.data.multimodal_keys is not None or has_vision_tower(settings.model, if_absent=False)
+    return reads_images or any(is_of_datasets(source) for _, source, _ in _sets(settings))
 
 
-def _prepare(needs_torch: bool, is_plan: bool) -> None:
+def _prepare(needs_torch: bool, starts: bool) -> None:
     """Make transformers do without torch, whose import takes longer than all else."""
     if not needs_torch:
         sys.modules["torch"] = None  # type: ignore[assignment]
         os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # it would note that
-    if is_plan:
+    if not starts:
         os.environ["HF_HUB_OFFLINE"] = "1"  # a plan downloads nothing
 
 
@@ -209,7 +209,8 @@ def _check_sets(settings: Settings, starts: bool) -> Inputs:
                 )
             inputs.training += len(loaded) if not is_held_out else 0
             is_compared = settings.evaluation.has_sets and settings.data.multimodal_keys is None
-            prompts = _texts(loaded) if is_compared else set()
+            is_compared &= len(loaded) <= COMPARED
+            prompts = {repr(prompt.input) for prompt in loaded.unrendered(1)} if is_compared else set()
             if is_held_out and (shared := len(prompts & trained)):
                 inputs.warnings.append(
                     f"{name}: {shared} of its {count(len(prompts), 'prompt')} are training prompts too, so what a run "
@@ -218,11 +219,6 @@ def _check_sets(settings: Settings, starts: bool) -> Inputs:
             trained |= set() if is_held_out else prompts
             inputs.first = inputs.first or next(loaded.unrendered(len(loaded)))
     return inputs
-
-
-def _texts(prompts: PromptSet[Any]) -> set[str]:
-    """Return the texts of a set's different prompts; none of a large set."""
-    return {repr(prompt.input) for prompt in prompts.unrendered(1)} if len(prompts) <= COMPARED else set()
 
 
 def _of_flag(flag: str, message: str) -> str:
@@ -250,11 +246,10 @@ def _faults_of_functions(checked: list[tuple[str, str, int]]) -> list[str]:
     faults = list[str]()
     for name, path, arguments in checked:
         try:
-            fault = fault_of_signature(load_object(path, flag_name(name), "function"), arguments)
+            if fault := fault_of_signature(load_object(path, flag_name(name), "function"), arguments):
+                faults.append(f"{flag_name(name)} {path}: {fault}")
         except InputError as error:
             faults.append(str(error))
-        else:
-            faults += [f"{flag_name(name)} {path}: {fault}"] if fault else []
     return faults
 
 
@@ -394,7 +389,6 @@ def _with_tower(settings: Settings, total: int, shapes: dict[str, list[int]]) ->
     from miles.models.images import vision_family  # a text model reads none of it
 
     family = vision_family(config["model_type"])
-    assert family is not None
     tower = sum(math.prod(shape) for name, shape in shapes.items() if {*name.split(".")[:2]} & {*family.encoders})
     if settings.training.freeze_vision_tower:
         return f"{total - tower:,} parameters of the language part; {tower:,} of the vision tower stay unchanged"
@@ -418,9 +412,6 @@ def _trained(settings: Settings, shapes: dict[str, list[int]]) -> str:
         return ""
     if not lora.trains_adapter:
         return _with_tower(settings, total, shapes)
-    adapted = [
-        sum(shape)
-        for name, shape in shapes.items()
-        if len(shape) == 2 and name.startswith(_LAYERS) and lora.adapts(name.split(".")[-2])
-    ]
+    matrices = {name: shape for name, shape in shapes.items() if len(shape) == 2 and name.startswith(_LAYERS)}
+    adapted = [sum(shape) for name, shape in matrices.items() if lora.adapts(name.split(".")[-2])]
     return f"{lora.lora_rank * sum(adapted):,} parameters of an adapter, alongside {total:,} that stay unchanged"

@@ -160,9 +160,8 @@ def refuse_projections_of_experts(lora: LoraArguments, errors: Errors) -> None:
     names = sorted({last for name in lora.targets if is_in_experts(last := name.split(".")[-1])})
     if names:
         rule = f"{', '.join(names)} of a model with experts: the experts' weights get no adapter in this version"
-        errors.refuse(
-            "target_modules", lora.target_modules, rule, f"name the layers of attention, or give {ALL_LINEAR}"
-        )
+        what_to_do = f"name the layers of attention, or give {ALL_LINEAR}"
+        errors.refuse("target_modules", lora.target_modules, rule, what_to_do)
 
 
 def is_in_experts(layer: str) -> bool:
@@ -194,9 +193,7 @@ def readings_of_lora(lora: LoraArguments) -> Iterator[str]:
 
 def notes_on_lora(lora: LoraArguments, model: ModelArguments) -> Iterator[str]:
     """Yield notes on settings that are allowed, and may surprise."""
-    if not lora.trains_adapter:
-        return
-    if not lora.targets and has_experts(model):
+    if lora.trains_adapter and not lora.targets and has_experts(model):
         yield "--lora-rank: the layers of attention get an adapter; experts and dense layers get none"
 
 
@@ -223,7 +220,7 @@ def check_adapter_flags(lora: LoraArguments, sizes: MegatronArguments, errors: E
     """Check what does not depend on the model."""
     if not lora.trains_adapter:
         return
-    if sizes.megatron_to_hf_mode == "bridge":
+    if sizes.uses_bridge:
         rule = "with --megatron-to-hf-mode bridge: adapters are named by the converter of raw"
         errors.refuse("lora_rank", lora.lora_rank, rule, "drop --megatron-to-hf-mode")
     if sizes.mtp_heads:

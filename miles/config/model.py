@@ -4,7 +4,7 @@ import filecmp
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
@@ -55,24 +55,18 @@ def check_model(model: ModelArguments, errors: Errors) -> None:
     """Check that a model is named, and that local folders exist."""
     errors.require("hf_checkpoint", model.hf_checkpoint, "tokenizer, configuration and initial weights")
     for name in ("ref_load", "opd_teacher_load"):
-        _check_not_empty(name, getattr(model, name), errors)
+        path = getattr(model, name)
+        if path is not None and errors.none_about(name) and os.path.isdir(path):
+            try:
+                if not os.listdir(path):  # it holds neither a model nor a checkpoint
+                    errors.refuse(name, path, "the folder is empty", "give the folder of a model, or of a checkpoint")
+            except OSError as error:
+                errors.refuse(name, path, f"cannot be read ({error.strerror})", "check its permissions")
     if model.hf_checkpoint is not None and errors.none_about("hf_checkpoint") and os.path.isdir(model.hf_checkpoint):
         with errors.catching():
             if local_config(model, "hf_checkpoint") is None:
-                rule = "the folder has no config.json"
-                errors.refuse(
-                    "hf_checkpoint", model.hf_checkpoint, rule, "give the folder of a model, or " + _COPY_AGAIN
-                )
-
-
-def _check_not_empty(field: str, path: str | None, errors: Errors) -> None:
-    """Refuse an empty folder: it holds neither a model nor a checkpoint."""
-    if path is not None and errors.none_about(field) and os.path.isdir(path):
-        try:
-            if not os.listdir(path):
-                errors.refuse(field, path, "the folder is empty", "give the folder of a model, or of a checkpoint")
-        except OSError as error:
-            errors.refuse(field, path, f"cannot be read ({error.strerror})", "check its permissions")
+                what_to_do = f"give the folder of a model, or {_COPY_AGAIN}"
+                errors.refuse("hf_checkpoint", model.hf_checkpoint, "the folder has no config.json", what_to_do)
 
 
 def explain_reference(model: ModelArguments) -> list[str]:
@@ -97,19 +91,17 @@ def local_config(model: ModelArguments, field: str) -> dict[str, Any] | None:
     file = None if path is None else _config_file(path)
     if file is None or not os.path.isfile(file):  # unlike Path.is_file, false for a name that is too long
         return None
-    fault = None
-    config: Any = None
     try:
-        config = strict_json.loads(file.read_text(encoding="utf-8"))
+        config: dict[str, Any] = strict_json.loads(file.read_text(encoding="utf-8"))
+        fault = _config_fault(config)
     except strict_json.StrictJsonError as error:
         fault = str(error)
     except OSError as error:
         fault = f"cannot be read ({error.strerror})"
     except UnicodeDecodeError:
         fault = "not UTF-8"
-    refuse_config(field, path, fault or _config_fault(config))
-    result: dict[str, Any] = config
-    return result
+    refuse_config(field, path, fault)
+    return config
 
 
 def readable_config(model: ModelArguments) -> dict[str, Any] | None:
@@ -154,17 +146,12 @@ def is_on_hub(path: str) -> bool:
     return not os.path.isdir(path) and is_hub_name(path)
 
 
-def local_vocab_size(model: ModelArguments) -> int | None:
+def local_vocab_size(model: ModelArguments, field: str = "hf_checkpoint") -> int | None:
     """Return the number of token ids of the model, if its ``config.json`` can be read without a network and has it.
 
     Raises:
         FlagError: The file is broken.
     """
-    return vocab_size_of(model, "hf_checkpoint")
-
-
-def vocab_size_of(model: ModelArguments, field: str) -> int | None:
-    """Return the same of the model that ``field`` names."""
     config = local_config(model, field) or {}
     size: int | None = (config.get("text_config") or config).get("vocab_size")
     return size
@@ -265,17 +252,13 @@ def fetch_configs(model: ModelArguments) -> Fetched:
     """
     named = {field: getattr(model, field) for field in _FIELDS}
     missing = {field: name for field, name in named.items() if name is not None and is_on_hub(name)}
-    is_any, absent = False, list[str]()
+    faults = dict[str, str | None]()  # of those that are not in the cache
     with collect_errors() as errors:
         for field, name in missing.items():
             with errors.catching():
-                if local_config(model, field) is not None:
-                    continue
-                why = _fetch(field, name)
-                is_any |= why is None
-                if why is not None:
-                    absent.append(f"{flag_name(field)} {name}: {why}")
-    return Fetched(is_any, tuple(absent))
+                if local_config(model, field) is None:
+                    faults[f"{flag_name(field)} {name}"] = _fetch(field, name)
+    return Fetched(None in faults.values(), tuple(f"{flag}: {why}" for flag, why in faults.items() if why is not None))
 
 
 def _fetch(field: str, name: str) -> str | None:
@@ -329,21 +312,14 @@ def ordinary_tokens(folder: str) -> dict[str, int] | None:
     return None
 
 
-def _same_file(folder: str, own: str) -> bool:
-    """Return whether both have the same bytes, as models of one family do: to read them as JSON takes a second."""
-    try:
-        return filecmp.cmp(Path(folder) / TOKENIZER, Path(own) / TOKENIZER, shallow=False)
-    except (OSError, ValueError):
-        return False
-
-
 def fault_of_tokens(folder: str, own: str) -> str | None:
     """Return how the tokenizer of the model in ``folder`` contradicts the one of ``own``, as part of a sentence.
 
     None if they agree on all tokens that both have, or if one of the folders has no file to compare.
     """
-    if _same_file(folder, own):
-        return None
+    with suppress(OSError, ValueError):  # models of one family have the same bytes; to read JSON takes a second
+        if filecmp.cmp(Path(folder) / TOKENIZER, Path(own) / TOKENIZER, shallow=False):
+            return None
     there, here = ordinary_tokens(folder), ordinary_tokens(own)
     if there is None or here is None:
         return None

@@ -12,11 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
-from typing import Any
 
-from miles.base.choices import Registry
 from miles.base.flags import changed, flag_name
-from miles.config.choice import has_servers, passes_on, reads_megatron_flags
 from miles.config.lora import counts_experts
 from miles.config.model import has_vision_tower, readable_config
 from miles.config.notes import MEMORY, NO_EFFECT, OTHER_PART, REPORTING, SAME, Note, note_on
@@ -54,16 +51,10 @@ class Condition:
 
 def _shares_sequences(s: Settings) -> bool:
     """Return whether FSDP's layers of this model can share a sequence; true if its config is not here."""
-    if reads_megatron_flags(s) or s.parallel.context_parallel_size == 1:
+    if s.backend.reads_megatron_flags or s.parallel.context_parallel_size == 1:
         return True
     config = readable_config(s.model)
     return config is None or why_not_shared(config) is None
-
-
-def _may_have_experts(s: Settings) -> bool:
-    """Return whether the model has experts; true if its config is not here."""
-    config = readable_config(s.model)
-    return config is None or counts_experts(config)
 
 
 def _bounds_turns(s: Settings) -> bool:
@@ -159,10 +150,14 @@ CONDITIONS = {
         "no filter drops groups, so no further prompts are submitted",
     ),
     "turns to bound": Condition(_bounds_turns, "the environment's library bounds the turns"),
-    "servers": Condition(has_servers, _SERVERS, OTHER_PART),
-    "servers of vLLM": Condition(lambda s: passes_on(s, VLLM), "vLLM's, and another engine generates", OTHER_PART),
-    "servers or deltas": Condition(lambda s: has_servers(s) or s.sends_deltas, _SERVERS, OTHER_PART),
-    "engines on several devices": Condition(has_servers, "the torch engine runs on one device", OTHER_PART),
+    "servers": Condition(lambda s: s.engine.has_servers, _SERVERS, OTHER_PART),
+    "servers of vLLM": Condition(
+        lambda s: VLLM in s.engine.prefixes, "vLLM's, and another engine generates", OTHER_PART
+    ),
+    "servers or deltas": Condition(lambda s: s.engine.has_servers or s.sends_deltas, _SERVERS, OTHER_PART),
+    "engines on several devices": Condition(
+        lambda s: s.engine.has_servers, "the torch engine runs on one device", OTHER_PART
+    ),
     "files of weights": Condition(
         lambda s: s.sglang.writes_weights, "weights reach the engines without files: see --update-weight-transfer-mode"
     ),
@@ -172,7 +167,7 @@ CONDITIONS = {
         SAME,
     ),
     "shared devices": Condition(
-        lambda s: s.cluster.colocate and has_servers(s) and not s.sglang.rollout_external and s.generates,
+        lambda s: s.cluster.colocate and s.engine.has_servers and not s.sglang.rollout_external and s.generates,
         "the trainer and the engines have their own devices, or no SGLang server is started",
         MEMORY,
     ),
@@ -187,11 +182,15 @@ CONDITIONS = {
         SAME,
     ),
     "Megatron": Condition(
-        reads_megatron_flags,
+        lambda s: s.backend.reads_megatron_flags,
         "Megatron's layout, and --train-backend fsdp divides every weight over all ranks",
         OTHER_PART,
     ),
-    "experts": Condition(_may_have_experts, "the model has no experts", OTHER_PART),
+    "experts": Condition(
+        lambda s: (config := readable_config(s.model)) is None or counts_experts(config),
+        "the model has no experts",
+        OTHER_PART,
+    ),
 }
 _HEADINGS = {
     **dict.fromkeys(("--use-wandb", "--use-mlflow", "--report-to", "no --no-report"), REPORTING),
@@ -249,13 +248,9 @@ def _of_parts() -> Iterator[tuple[str, Condition]]:
     parts = ((ESTIMATORS, _reads_estimator), (POLICY_LOSSES, _reads_policy_loss), (REWARDS, _reads_reward))
     for registry, reads in parts:
         for name in registry.reads:
-            yield name, Condition(partial(reads, name), _read_by(registry, name))
-
-
-def _read_by(registry: Registry[Any], name: str) -> str:
-    *others, last = registry.readers(name)
-    readers = f"{', '.join(others)} or {last}" if others else last
-    return f"read by {flag_name(registry.flag)} {readers}"
+            *others, last = registry.readers(name)
+            readers = f"{', '.join(others)} or {last}" if others else last
+            yield name, Condition(partial(reads, name), f"read by {flag_name(registry.flag)} {readers}")
 
 
 def _reads_estimator(name: str, s: Settings) -> bool:
@@ -286,13 +281,12 @@ def without_effect(settings: Settings) -> tuple[Settings, list[Note]]:
     while unmet := list(_unmet(settings)):
         first = [pair for pair in unmet if not pair[1].comes_last]
         for name, condition in first or unmet:
-            of = section_of()[name]
-            section = getattr(settings, of)
+            section = getattr(settings, section_of()[name])
             why = f"{condition.flag} has no effect" if condition.flag in removed else condition.why
             notes.append(note_on(condition.heading, name, getattr(section, name), why))
             removed.add(flag_name(name))
             default = getattr(type(section), name)  # a dataclass keeps it as an attribute of the class
-            settings = replace(settings, **{of: replace(section, **{name: default})})
+            settings = replace(settings, **{section_of()[name]: replace(section, **{name: default})})
     return settings, notes
 
 
@@ -303,9 +297,3 @@ def _unmet(settings: Settings) -> Iterator[tuple[str, Condition]]:
             unmet = next((condition for condition in of_flag if not condition.holds(settings)), None)
             if unmet is not None:
                 yield name, unmet
-
-
-def flags_with_needs() -> Iterator[tuple[str, str]]:
-    """Yield each flag with conditions, and when it has no effect, for the docs."""
-    for name, of_flag in conditions():
-        yield flag_name(name), "; ".join(dict.fromkeys(condition.why for condition in of_flag))

@@ -22,14 +22,13 @@ import miles
 from miles.base.flags import LARGEST, LONGEST_VALUE, Errors, FlagError, flag_name, flag_rules
 from miles.base.host import busy_cores, has_bf16, has_gpu
 from miles.base.text import one_line, program
-from miles.config import files
+from miles.config import files, rules
 from miles.config.choice import (
     JoinedCluster,
     choose_backend,
     choose_device,
     choose_engine,
     choose_ranks,
-    has_servers,
     in_words,
     joined_cluster,
     trained_without_megatron,
@@ -46,16 +45,6 @@ from miles.config.model import fetch_configs
 from miles.config.needs import without_effect
 from miles.config.notes import READ_AS, Note, note_on, start_refused, surprises
 from miles.config.rollout import names_iteration
-from miles.config.rules import (
-    check_deterministic_on_cpu,
-    check_devices,
-    check_engine_is_there,
-    check_load,
-    check_replay_on_cpu,
-    check_saved_samples,
-    check_sources,
-    notes_on_saved_samples,
-)
 from miles.config.servers.passed_on import ServerFlags, is_passed_on, split_server_flags
 from miles.config.settings import SECTIONS, Settings
 from miles.config.sglang.rules import check_server_files, check_server_heads, normalize_server_flags
@@ -68,7 +57,7 @@ from miles.config.spelling import (
     stray_words,
     with_written_flags,
 )
-from miles.config.suggest import environment_strings, near_choice, set_name, suggestion
+from miles.config.suggest import environment_strings, near_choice, suggestion
 from miles.config.training import fill_precision
 from miles.config.validate import Validated, validate
 
@@ -160,8 +149,8 @@ class DefaultsFormatter(argparse.HelpFormatter):
         if field is None:
             return text
         default = [] if field.default is None or field.default is False else [f"default: {field.default}"]
-        rules = "; ".join([*flag_rules(field), *default])
-        return f"{text} ({rules})".replace("%", "%%") if rules else text
+        more = "; ".join([*flag_rules(field), *default])
+        return f"{text} ({more})".replace("%", "%%") if more else text
 
 
 @cache
@@ -212,15 +201,13 @@ class Command:
         choice: Which backend and engine were chosen, and why, in one line.
         ranks: The default of --actor-num-gpus-per-node on this host; None if it is given.
         joined: The GPUs of the Ray cluster that the run joins, or why they are not known; None if it was not asked.
-        notes: What was read in another spelling.
+        expanded: Its words as they were written, after each ``@file``, ``--config`` and keyword is replaced.
         errors: Wrong values, and flags that do not exist.
-        origins: The line, ``FILE:LINE``, of each flag that a configuration file sets.
         explains: Whether to explain the command instead of running it.
         is_strict: Whether flags without effect are errors.
-        words: Its words as they were written, after each ``@file``, ``--config`` and keyword is replaced.
+        notes: What was read in another spelling.
         later: Judges what was read of it and depends on the settings: adds errors, and returns notes.
         remarks: Yields notes on a valid run, by its settings and the fields that the command sets.
-        replaced: The flags of files that other words replace.
     """
 
     settings: Settings
@@ -228,15 +215,17 @@ class Command:
     choice: str
     ranks: int | None
     joined: JoinedCluster | None
-    notes: tuple[Note, ...]
+    expanded: Expanded
     errors: tuple[str, ...]
-    origins: Mapping[str, str]
-    explains: bool = False
-    is_strict: bool = False
-    words: tuple[str, ...] = ()
+    explains: bool
+    is_strict: bool
+    notes: tuple[Note, ...] = ()
     later: Callable[[Settings, Errors], list[Note]] = lambda settings, errors: []
     remarks: Callable[[Settings, Collection[str]], Iterable[str]] = lambda settings, set_fields: ()
-    replaced: tuple[str, ...] = ()
+
+    def runs(self, starts: bool) -> bool:
+        """Return whether the command runs on this host if it ``starts``: it is neither explained nor rehearsed."""
+        return starts and not (self.explains or self.settings.rehearsal.rehearse)
 
 
 def parse(argv: Sequence[str]) -> Settings:
@@ -249,7 +238,7 @@ def parse(argv: Sequence[str]) -> Settings:
     expanded = expand(argv, {}, (), errors)
     command = read_words(expanded.words, expanded, errors)
     if command.errors:
-        raise FlagError(*located(command.errors, command.origins))
+        raise FlagError(*located(command.errors, expanded.origins))
     return command.settings
 
 
@@ -283,11 +272,8 @@ def read_words(
     words: Sequence[str],
     expanded: Expanded,
     errors: Errors,
-    notes: Iterable[Note] = (),
     elsewhere: Mapping[str, str] = MappingProxyType({}),
     megatron: Sequence[str] = (),
-    later: Callable[[Settings, Errors], list[Note]] = Command.later,
-    remarks: Callable[[Settings, Collection[str]], Iterable[str]] = Command.remarks,
 ) -> Command:
     """Read words of our own sections, of Megatron and of SGLang.
 
@@ -295,11 +281,8 @@ def read_words(
         words: The words.
         expanded: The command that they come from.
         errors: The errors so far; wrong values, and flags that do not exist, are added.
-        notes: What was read in another spelling.
         elsewhere: Flags that exist elsewhere, and what to add if one of them is suggested.
         megatron: Further flags of Megatron in the command, which choose its backend too.
-        later: Judges, with the settings, the parts of the command that the words lack.
-        remarks: Yields notes on the valid run.
 
     Raises:
         FlagError: The words after an error cannot be read.
@@ -310,7 +293,9 @@ def read_words(
     ours, passed_on = split_server_flags(words, own)
     is_layout = {flag_name(field.name) for field in dataclasses.fields(MegatronArguments)}
     flags = [flag for flag in flags_in(ours) if flag in known and (flag not in own or flag in is_layout)]
-    parser = _all_flags(bool(flags or megatron) or _names_megatron(ours)).for_command(errors)
+    backend = dict(group_words(ours)).get("--train-backend", ())[-1:]
+    names_megatron = any(name in backend for name, row in TRAIN_BACKENDS.items() if row.reads_megatron_flags)
+    parser = _all_flags(bool(flags or megatron) or names_megatron).for_command(errors)
     try:
         namespace = parser.read(
             cut_lists(ours, parser._option_string_actions), {**dict.fromkeys(known - own, ""), **elsewhere}
@@ -319,15 +304,7 @@ def read_words(
         raise FlagError(*located(error.messages, expanded.origins)) from None
     written = flags_in(expanded.words)
     flags = sorted([*flags, *megatron], key=lambda flag: written.index(flag) if flag in written else len(written))
-    command = _command(namespace, passed_on, flags, flags_in(words), tuple(notes), errors)
-    return replace(
-        command,
-        origins=expanded.origins,
-        replaced=expanded.replaced,
-        words=tuple(expanded.words),
-        later=later,
-        remarks=remarks,
-    )
+    return _command(namespace, passed_on, flags, flags_in(words), expanded, errors)
 
 
 def known_flags(words: Sequence[str], elsewhere: Collection[str] = ()) -> set[str]:
@@ -360,18 +337,12 @@ def _all_flags(with_megatron: bool) -> FlagParser:
     return parser
 
 
-def _names_megatron(words: Sequence[str]) -> bool:
-    readers = [name for name, backend in TRAIN_BACKENDS.items() if backend.reads_megatron_flags]
-    named = [values[-1:] for flag, values in group_words(words) if flag == "--train-backend"]
-    return any(value and value[0] in readers for value in named)
-
-
 def _command(
     namespace: argparse.Namespace,
     passed_on: ServerFlags,
     megatron: Sequence[str],
     flags: Sequence[str],
-    notes: tuple[Note, ...],
+    expanded: Expanded,
     errors: Errors,
 ) -> Command:
     by_name = {name: value for name, value in vars(namespace).items() if value is not dataclasses.MISSING}
@@ -393,9 +364,8 @@ def _command(
         in_words(backend, engine, ranks, None if joined is None else device),
         None if ranks is None else ranks.value,
         joined,
-        notes,
+        expanded,
         tuple(errors.messages),
-        {},
         namespace.explain,
         namespace.strict_flags,
     )
@@ -445,8 +415,8 @@ def judge(command: Command, starts: bool = False) -> Validated:
     try:
         return _judge(command, starts)
     except FlagError as error:
-        messages = with_written_flags(error.messages, command.words)
-        raise FlagError(*located(messages, command.origins)) from None
+        messages = with_written_flags(error.messages, command.expanded.words)
+        raise FlagError(*located(messages, command.expanded.origins)) from None
 
 
 def _judge(command: Command, starts: bool) -> Validated:
@@ -464,7 +434,7 @@ def _judge(command: Command, starts: bool) -> Validated:
     ):
         settings, new_notes = normalize(settings)
         notes += new_notes
-    notes = [replace(note, written=with_written_flags([note.written], command.words)[0]) for note in notes]
+    notes = [replace(note, written=with_written_flags([note.written], command.expanded.words)[0]) for note in notes]
     try:
         validated = validate(settings, command.set_fields)
         notes += validated.accepted
@@ -476,47 +446,49 @@ def _judge(command: Command, starts: bool) -> Validated:
             errors.add(note.refusal)
     for message in _errors_of_host(settings):
         errors.add_unless_refused(message)
-    of_start, starts = Errors(), starts and not (command.explains or settings.rehearsal.rehearse)
-    check_load(settings, of_start)
-    check_sources(settings, of_start)
+    of_start, starts = Errors(), command.runs(starts)
+    rules.check_load(settings, of_start)
+    rules.check_sources(settings, of_start)
     if not errors.messages:
-        check_devices(validated.settings, of_start)
-        check_engine_is_there(validated.settings, of_start)
-    if starts and command.joined is not None and command.joined.is_absent:
-        rule = f"no Ray cluster answers there ({command.joined.fault})"
-        errors.refuse("ray_address", command.joined.address, rule, "start one with ray start, or correct the address")
+        rules.check_devices(validated.settings, of_start)
+        rules.check_engine_is_there(validated.settings, of_start)
+    joined = command.joined if command.joined is not None and command.joined.gpus is None else None
+    if starts and joined is not None and "refused" in joined.fault:  # a run would wait for it, and never start
+        rule = f"no Ray cluster answers there ({joined.fault})"
+        errors.refuse("ray_address", joined.address, rule, "start one with ray start, or correct the address")
     for message in of_start.messages if starts else ():
         errors.add_unless_refused(message)
     errors.raise_if_any()
     settings = fit_to_host(validated.settings, command.set_fields)
-    not_now = (start_refused(message) for message in of_start.messages)
-    of_run = (
-        *notes_on_saved_samples(settings),
-        *surprises(settings, command.set_fields, is_on_cpu(settings), has_bf16()),
-    )
-    further = (*not_now, *of_run, *command.remarks(settings, command.set_fields))
-    if command.joined is not None and command.joined.gpus is None:
-        further = (command.joined.doubt, *further)
-    surprising = (*validated.surprises, *further)
+    surprising = [*validated.surprises]
+    if joined is not None:
+        planned = "the run is planned for CPU; give --device cuda if the cluster has GPUs, else --device cpu"
+        why = f"the GPUs of the cluster are not known ({joined.fault})"
+        surprising.append(f"--ray-address {joined.address}: {why}, so {planned}")
+    surprising += map(start_refused, of_start.messages)
+    surprising += rules.notes_on_saved_samples(settings)
+    surprising += surprises(settings, command.set_fields, is_on_cpu(settings), has_bf16())
+    surprising += command.remarks(settings, command.set_fields)
     return replace(
         validated,
         settings=settings,
-        surprises=surprising,
+        surprises=tuple(surprising),
         accepted=tuple(notes),
         choice=command.choice,
         set_fields=command.set_fields,
-        replaced=command.replaced,
+        replaced=command.expanded.replaced,
+        explains=command.explains,
     )
 
 
 def _errors_of_host(settings: Settings) -> list[str]:
     errors = Errors()
     if is_on_cpu(settings):
-        check_deterministic_on_cpu(settings, errors)
-        check_replay_on_cpu(settings, errors)
+        rules.check_deterministic_on_cpu(settings, errors)
+        rules.check_replay_on_cpu(settings, errors)
     else:
         check_server_heads(settings, errors)
-    check_saved_samples(settings, errors)
+    rules.check_saved_samples(settings, errors)
     check_server_files(settings, errors)
     return errors.messages
 
@@ -543,13 +515,13 @@ def with_inputs(command: Command, validated: Validated, starts: bool) -> Validat
     Raises:
         FlagError: With all that is wrong.
     """
-    starts = starts and not (command.explains or validated.settings.rehearsal.rehearse)
+    starts = command.runs(starts)
     if not (starts or command.explains):
         return validated
     try:
         inputs = check_inputs(validated.settings, starts)
     except FlagError as error:
-        raise FlagError(*located(error.messages, command.origins)) from None
+        raise FlagError(*located(error.messages, command.expanded.origins)) from None
     for warning in inputs.warnings if starts else ():
         print(f"WARNING: {warning}", file=sys.stderr)
     return replace(validated, inputs=inputs)
@@ -571,8 +543,7 @@ def judge_with_hub(
         validated = judged(command)
     if isinstance(validated, FlagError):
         raise validated
-    config = validated.settings
-    if starts and not (command.explains or config.rehearsal.rehearse or config.cluster.ray_address) and fetched.absent:
+    if command.runs(starts) and fetched.absent and not validated.settings.cluster.ray_address:
         raise FlagError(*(f"{fault}; check the network, or give a folder" for fault in fetched.absent))
     return command, replace(validated, surprises=(*validated.surprises, *fetched.notes))
 
@@ -595,7 +566,7 @@ def normalize_values(settings: Settings) -> tuple[Settings, list[Note]]:
     notes = list[Note]()
     sets = settings.evaluation.eval_prompt_data
     if sets is not None and len(sets) == 1:
-        named = (set_name(sets[0]), sets[0])
+        named = (Path(sets[0]).stem or sets[0], sets[0])
         notes.append(note_on(READ_AS, "eval_prompt_data", sets, " ".join(("--eval-prompt-data", *named))))
         settings = replace(settings, evaluation=replace(settings.evaluation, eval_prompt_data=named))
     saved = settings.rollout.save_debug_rollout_data
@@ -607,20 +578,13 @@ def normalize_values(settings: Settings) -> tuple[Settings, list[Note]]:
         )
         settings = replace(settings, rollout=replace(settings.rollout, save_debug_rollout_data=by_iteration))
     if settings.rollout.debug_rollout_only and settings.cluster.colocate:
-        size = settings.cluster.world_size if has_servers(settings) else None
+        size = settings.cluster.world_size if settings.engine.has_servers else None
         devices = f"--rollout-num-gpus {size}" if size else "the engine's own device"
         notes.append(note_on(READ_AS, "colocate", True, f"{devices}: no trainer shares it"))
         settings = replace(settings, cluster=replace(settings.cluster, colocate=False, rollout_num_gpus=size))
-    strings = _strings(settings.cluster.train_env_vars)
-    if strings is not None:
+    variables = settings.cluster.train_env_vars
+    if variables is not None and (strings := environment_strings(variables)) is not None:
         why = "every value as a string, as environment variables are"
-        notes.append(note_on(READ_AS, "train_env_vars", settings.cluster.train_env_vars, why))
+        notes.append(note_on(READ_AS, "train_env_vars", variables, why))
         settings = replace(settings, cluster=replace(settings.cluster, train_env_vars=strings))
     return settings, notes
-
-
-def _strings(text: str | None) -> str | None:
-    try:
-        return None if text is None else environment_strings(text)
-    except ValueError:
-        return None  # the validator reports it

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Optional
 
-from miles.base.flags import Errors, changed, count, flag, flag_name
+from miles.base.flags import Errors, changed, count, flag
 from miles.base.storage import PLACEHOLDER
 from miles.base.text import one_line
 from miles.config.cluster import ClusterArguments
@@ -311,33 +311,23 @@ def check_rollout(rollout: RolloutArguments, max_prompt_len: int | None, has_res
 def _check_sampling(rollout: RolloutArguments, has_responses: bool, errors: Errors) -> None:
     errors.require("rollout_batch_size", rollout.rollout_batch_size, "prompts per iteration")
     if has_responses:
-        longest = "maximum tokens of one response"
-        errors.require("rollout_max_response_len", rollout.rollout_max_response_len, longest)
-    _check_trajectories(rollout, errors)
+        errors.require("rollout_max_response_len", rollout.rollout_max_response_len, "maximum tokens of one response")
+    prompts, samples = rollout.rollout_batch_size, rollout.n_samples_per_prompt
+    are_valid = errors.none_about("rollout_batch_size", "n_samples_per_prompt")
+    if are_valid and prompts is not None and prompts * samples > MOST_TRAJECTORIES:
+        rule = f"makes {prompts * samples} trajectories per iteration with --n-samples-per-prompt {samples}"
+        errors.refuse("rollout_batch_size", prompts, rule, f"give sizes of at most {MOST_TRAJECTORIES} trajectories")
     check_temperature(rollout, "rollout_temperature", errors)
     if rollout.max_prompt_pass_rate is not None and rollout.num_epoch is not None and rollout.num_rollout is None:
         rule = "cannot be counted with --max-prompt-pass-rate, which makes later passes shorter"
         errors.refuse("num_epoch", rollout.num_epoch, rule, "give --num-rollout instead")
     if rollout.rollout_stop is not None and rollout.partial_rollout:
         rule = "would miss a text whose beginning --partial-rollout has cut off"
-        what_to_do = "give the ids of tokens with --rollout-stop-token-ids"
-        errors.refuse("rollout_stop", rollout.rollout_stop, rule, what_to_do)
+        errors.refuse("rollout_stop", rollout.rollout_stop, rule, "give ids of tokens with --rollout-stop-token-ids")
     check_top_k(rollout, "rollout_top_k", errors)
-    for token in rollout.stop_token_ids:
-        if token < 0:
-            what_to_do = "give ids of the tokenizer's vocabulary"
-            errors.refuse("rollout_stop_token_ids", token, "token ids are not negative", what_to_do)
-
-
-def _check_trajectories(rollout: RolloutArguments, errors: Errors) -> None:
-    """Check that the trajectories of an iteration are no more than any host can hold."""
-    prompts, samples = rollout.rollout_batch_size, rollout.n_samples_per_prompt
-    if prompts is None or not errors.none_about("rollout_batch_size", "n_samples_per_prompt"):
-        return
-    if prompts * samples > MOST_TRAJECTORIES:
-        rule = f"makes {prompts * samples} trajectories per iteration with --n-samples-per-prompt {samples}"
-        what_to_do = f"give sizes of at most {MOST_TRAJECTORIES} trajectories"
-        errors.refuse("rollout_batch_size", prompts, rule, what_to_do)
+    for token in (token for token in rollout.stop_token_ids if token < 0):
+        what_to_do = "give ids of the tokenizer's vocabulary"
+        errors.refuse("rollout_stop_token_ids", token, "token ids are not negative", what_to_do)
 
 
 def check_temperature(section: Any, name: str, errors: Errors) -> None:
@@ -352,8 +342,8 @@ def check_top_k(section: Any, top_k: str, errors: Errors) -> None:
     """Check that the field ``top_k`` of ``section`` is -1 or at least 1."""
     k = getattr(section, top_k)
     if k is not None and k != -1 and k < 1:
-        what_to_do = f"give {flag_name(top_k)} -1 for the whole vocabulary"
-        errors.refuse(top_k, k, "must be -1 (all tokens) or at least 1", what_to_do)
+        rule = "must be -1 (all tokens) or at least 1"
+        errors.refuse(top_k, k, rule, "give -1 for the whole vocabulary")
 
 
 def _check_context(rollout: RolloutArguments, max_prompt_len: int | None, errors: Errors) -> None:
@@ -365,8 +355,7 @@ def _check_context(rollout: RolloutArguments, max_prompt_len: int | None, errors
         errors.refuse("rollout_max_context_len", context, rule, "give 2 or more")
     if max_prompt_len is not None and max_prompt_len >= context:
         rule = f"leaves no room for a response after --rollout-max-prompt-len {max_prompt_len}"
-        what_to_do = f"give more than {max_prompt_len}, or a shorter prompt"
-        errors.refuse("rollout_max_context_len", context, rule, what_to_do)
+        errors.refuse("rollout_max_context_len", context, rule, f"give more than {max_prompt_len}, or a shorter prompt")
 
 
 def _check_thinking(rollout: RolloutArguments, errors: Errors) -> None:

@@ -8,12 +8,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from miles.base.flags import Errors, changed, count, flag_name
+from miles.base.flags import Errors, changed, collect_errors, count, flag_name
 from miles.base.host import num_gpus
 from miles.base.storage import PLACEHOLDER, is_url
 from miles.config.checkpoint import fault_of_nothing, fill_remote_cache, first_iteration
-from miles.config.choice import has_servers
-from miles.config.components import ENGINES, TRAIN_BACKENDS, call, engine_spec, names_with, train_backend_spec
+from miles.config.components import ENGINES, TRAIN_BACKENDS, call, names_with
 from miles.config.critic import check_critic
 from miles.config.host_share import PROMPT, is_on_cpu, text_config
 from miles.config.model import (
@@ -22,12 +21,11 @@ from miles.config.model import (
     local_config,
     local_vocab_size,
     ordinary_tokens,
-    vocab_size_of,
 )
 from miles.config.rollout import names_iteration, path_of_iteration
 from miles.config.servers.passed_on import SERVER, VLLM, has_flag, value_of
 from miles.config.settings import Settings
-from miles.config.sglang.flags import known_server_flags
+from miles.config.sglang.installed import server_flags
 from miles.models.packing import WITH_KNOWN_ROUTERS, longest_generated, longest_trained, model_type, reads_images
 from miles.models.reading import READ_AS, WITH_IMAGES
 from miles.objective.adaptive import check_adaptive_kl
@@ -52,9 +50,11 @@ def check_loss(settings: Settings, errors: Errors) -> None:
     _check_teacher(settings, errors)
     _check_reward_parts(settings, errors)
     _check_removed_samples(settings, errors)
-    if not loss.type.uses_advantages:
-        _check_read_samples(settings, errors)
-    elif loss.has_critic:
+    temperature = settings.rollout.rollout_temperature
+    if not loss.type.uses_advantages and temperature != 1 and errors.none_about("rollout_temperature"):
+        rule = f"would divide the logits whose likelihood --loss-type {loss.loss_type} maximizes"
+        errors.refuse("rollout_temperature", temperature, rule, "give 1; evaluation has --eval-temperature")
+    if loss.type.uses_advantages and loss.has_critic:
         check_critic(settings.critic, settings.optimizer, loss.type.trains_policy, settings.rollout.num_rollout, errors)
 
 
@@ -155,10 +155,9 @@ def _check_teacher(settings: Settings, errors: Errors) -> None:
         errors.refuse(name, getattr(rollout, name), rule, what_to_do)
     why = "with --opd-type server, whose teachers score the samples that are generated"
     names = ["custom_convert_samples_to_train_data_path", "rollout_function_path"]
-    what_to_do = "load the teacher with --opd-teacher-load"
     for name in changed(rollout, names):
         rule = f"makes samples that no teacher has scored {why}"
-        errors.refuse(name, getattr(rollout, name), rule, what_to_do)
+        errors.refuse(name, getattr(rollout, name), rule, "load the teacher with --opd-teacher-load")
 
 
 def name_policy_loss(loss: LossArguments) -> tuple[LossArguments, list[str]]:
@@ -176,14 +175,6 @@ def name_policy_loss(loss: LossArguments) -> tuple[LossArguments, list[str]]:
     return replace(loss, policy_loss=name), notes
 
 
-def _check_read_samples(settings: Settings, errors: Errors) -> None:
-    """Check that no temperature divides the logits of a loss that samples nothing."""
-    temperature = settings.rollout.rollout_temperature
-    if temperature != 1 and errors.none_about("rollout_temperature"):
-        rule = f"would divide the logits whose likelihood --loss-type {settings.loss.loss_type} maximizes"
-        errors.refuse("rollout_temperature", temperature, rule, "give 1; evaluation has --eval-temperature")
-
-
 # Check the flags of what makes trajectories by calls of the model: an agent program, or an environment.
 
 
@@ -197,58 +188,39 @@ def check_agents(settings: Settings, errors: Errors) -> None:
     if rollout.agent_command is not None:
         _check_maker(settings, "agent_command", errors)
     if rollout.environment is not None:
-        with errors.catching():
-            _check_kind(settings, rollout.environment, errors)
+        with errors.catching():  # there may be no such environment
+            choice = read_choice(rollout.environment)
+            if choice is not None and not choice[0].has_reward and ENVIRONMENT in settings.reward.weights:
+                rule = f"reads the reward of an environment, and {choice[0].name} gives none"
+                what_to_do = "name another reward, such as math, or --custom-rm-path"
+                errors.refuse("rm_type", settings.reward.rm_type, rule, what_to_do)
         _check_maker(settings, "environment", errors)
         if rollout.agent_command is not None:
             rule = "generates trajectories, and so does --agent-command"
             errors.refuse("environment", rollout.environment, rule, "keep one of the two")
 
 
-def _check_kind(settings: Settings, name: str, errors: Errors) -> None:
-    """Check the data that a built-in environment gives and reads.
-
-    Raises:
-        InputError: There is no such environment.
-    """
-    choice = read_choice(name)
-    if choice is None:
-        return
-    kind, _ = choice
-    if not kind.has_reward and ENVIRONMENT in settings.reward.weights:
-        rule = f"reads the reward of an environment, and {kind.name} gives none"
-        errors.refuse(
-            "rm_type", settings.reward.rm_type, rule, "name another reward, such as math, or --custom-rm-path"
-        )
-
-
 def _check_maker(settings: Settings, name: str, errors: Errors) -> None:
     """Check what makes the trajectories, the flag ``name``, alongside the other flags."""
     rollout = settings.rollout
     value = str(getattr(rollout, name))
-    if name == "agent_command" and not _names_program(value, errors):
-        return
+    if name == "agent_command":
+        try:
+            words = shlex.split(value)
+        except ValueError as error:
+            errors.refuse(name, value, f"cannot be split into words ({error})", "quote it as for a shell")
+            return
+        if not any(words[:1]):
+            errors.refuse(name, value, "names no program", "give a command, as python agent.py")
     if rollout.custom_generate_function_path is not None:
         rule = "generates trajectories, and so does --custom-generate-function-path"
         errors.refuse(name, value, rule, "keep one of the two")
     if not settings.data.apply_chat_template:
         rule = "calls with chat messages, which are rendered by the tokenizer's chat template"
-        errors.refuse(name, value, rule, f"add {flag_name('apply_chat_template')}")
+        errors.refuse(name, value, rule, "add --apply-chat-template")
     if rollout.rollout_max_context_len is None:
         rule = "makes conversations that grow, and nothing bounds their prompts"
-        errors.refuse(name, value, rule, f"add {flag_name('rollout_max_context_len')}")
-
-
-def _names_program(command: str, errors: Errors) -> bool:
-    """Return whether the command can be split into words; report it if not, and if it is empty."""
-    try:
-        words = shlex.split(command)
-    except ValueError as error:
-        errors.refuse("agent_command", command, f"cannot be split into words ({error})", "quote it as for a shell")
-        return False
-    if not any(words[:1]):
-        errors.refuse("agent_command", command, "names no program", "give a command, as python agent.py")
-    return True
+        errors.refuse(name, value, rule, "add --rollout-max-context-len")
 
 
 # Check that a response fits into the model's context alongside a prompt: engines refuse such requests.
@@ -317,15 +289,15 @@ def sequence_limit(settings: Settings) -> tuple[int, str]:
     """
     config = text_config(settings) or {}
     generated = _limit_of_engine(settings, config)
-    backend = train_backend_spec(settings.training.train_backend)
-    trained = longest_trained(config) if settings.trains and backend.long_samples_change_others else None
+    is_trained = settings.trains and settings.backend.long_samples_change_others
+    trained = longest_trained(config) if is_trained else None
     if trained is None or generated[0] <= trained[0]:
         return generated
     return trained[0], f"the model's {trained[1]}"
 
 
 def _limit_of_engine(settings: Settings, config: dict[str, Any]) -> tuple[int, str]:
-    if has_servers(settings):
+    if settings.engine.has_servers:
         words = settings.server_flags.server
         flag, length = SERVER + _CONTEXT[2:], value_of(words, _CONTEXT)
         if length is None and (length := value_of(settings.server_flags.vllm, _MODEL_LEN)) is not None:
@@ -361,7 +333,7 @@ def check_images(settings: Settings, errors: Errors) -> None:
         with errors.catching():
             config = local_config(settings.model, "hf_checkpoint")
     backend = settings.training.train_backend
-    if settings.trains and data.multimodal_keys is not None and not train_backend_spec(backend).trains_images:
+    if settings.trains and data.multimodal_keys is not None and not settings.backend.trains_images:
         rule = f"--train-backend {backend} trains no images: it would need vision towers and 3-D rotary positions"
         errors.refuse("multimodal_keys", data.multimodal_keys, rule, "give --train-backend fsdp")
     elif data.multimodal_keys is not None and config is not None and not reads_images(config):
@@ -407,7 +379,7 @@ def check_tokens_of_scorers(settings: Settings, errors: Errors) -> None:
 
 def _fault_of_size(model: ModelArguments, field: str) -> str | None:
     """Return that the model of ``field`` has fewer tokens than the policy can choose, as part of a sentence."""
-    size, own_size = vocab_size_of(model, field), local_vocab_size(model)
+    size, own_size = local_vocab_size(model, field), local_vocab_size(model)
     if size is None or (own_size is not None and own_size <= size):
         return None
     assert model.hf_checkpoint is not None, "the caller has looked"
@@ -449,20 +421,16 @@ def check_saved_samples(settings: Settings, errors: Errors) -> None:
     if path is None or not names_iteration(path):
         return
     first = first_iteration(settings.checkpoint)
-    if first is not None:
-        file = path_of_iteration(path, first)
-        if not os.path.isfile(file):
-            rule = f"no such file: {file}, of the first iteration of the run"
-            errors.refuse("load_debug_rollout_data", path, rule, "check the path")
+    if first is not None and not os.path.isfile(file := path_of_iteration(path, first)):
+        rule = f"no such file: {file}, of the first iteration of the run"
+        errors.refuse("load_debug_rollout_data", path, rule, "check the path")
 
 
 def notes_on_saved_samples(settings: Settings) -> Iterator[str]:
     """Yield a note on the first iteration of ``--load-debug-rollout-data`` that has no file."""
     path, last = settings.rollout.load_debug_rollout_data, settings.rollout.num_rollout
-    if path is None or last is None or not names_iteration(path):
-        return
     first = first_iteration(settings.checkpoint)
-    if first is None:
+    if path is None or last is None or first is None or not names_iteration(path):
         return
     files = (path_of_iteration(path, iteration) for iteration in range(first, last))
     missing = next((file for file in files if not os.path.isfile(file)), None)
@@ -481,7 +449,7 @@ def check_debug_modes(settings: Settings, errors: Errors) -> None:
         return
     if rollout.debug_train_only and not settings.reads_samples:
         what_to_do = (
-            "name a file of samples with --load-debug-rollout-data, or use --loss-type sft_loss with conversations"
+            "name a file of them with --load-debug-rollout-data, or use --loss-type sft_loss with conversations"
         )
         errors.refuse("debug_train_only", True, "needs samples to train on", what_to_do)
     if rollout.debug_rollout_only:
@@ -519,7 +487,7 @@ def check_deterministic(settings: Settings, errors: Errors) -> None:
 def check_deterministic_on_cpu(settings: Settings, errors: Errors) -> None:
     """Refuse servers on CPU, which draw other answers in each run."""
     name = settings.rollout.rollout_engine
-    if settings.training.deterministic_mode and settings.generates and engine_spec(name).has_servers:
+    if settings.training.deterministic_mode and settings.generates and settings.engine.has_servers:
         others = " or ".join(engine for engine, spec in ENGINES.items() if not spec.has_servers)
         rule = f"needs answers that repeat, and --rollout-engine {name} repeats them on GPUs only"
         errors.refuse("deterministic_mode", True, rule, f"use --rollout-engine {others}, or drop it")
@@ -534,36 +502,31 @@ def check_one_process(settings: Settings) -> None:
     Raises:
         FlagError: With one message per flag.
     """
-    cluster, checkpoint, errors = settings.cluster, settings.checkpoint, Errors()
-    where = "a run in one process"
-    if not is_on_cpu(settings):
-        errors.add(f"--device {cluster.device}: {where} computes on CPU; give --device cpu")
-    if settings.trains and cluster.world_size > 1:
-        ranks = cluster.world_size
-        errors.add(f"--actor-num-gpus-per-node: {where} has one trainer rank, not {ranks}; give 1, on one node")
-    if not settings.trains:
-        errors.add(f"--debug-rollout-only: {where} trains; drop it")
-    if settings.num_engines:
-        errors.add(f"--rollout-engine {settings.rollout.rollout_engine}: {where} starts no servers; give torch")
-    if settings.rollout.num_rollout_workers > 1:
-        number = settings.rollout.num_rollout_workers
-        errors.add(f"--num-rollout-workers {number}: {where} has no further processes; drop it")
-    backend = settings.training.train_backend
-    if not train_backend_spec(backend).trains_without_ray:
-        able = names_with(TRAIN_BACKENDS, "trains_without_ray")
-        errors.add(f"--train-backend {backend}: {where} trains with {able}; give {able}")
-    if cluster.ray_address:
-        errors.add(f"--ray-address {cluster.ray_address}: {where} uses no Ray; drop it")
-    if settings.sends_deltas:
-        errors.add(f"--update-weight-transfer-mode: {where} passes whole weights; drop it")
-    for flag, folder in (("--save", checkpoint.save), ("--load", checkpoint.load)):
-        if folder is not None:
-            errors.add(f"{flag} {folder}: {where} neither saves nor resumes; drop {flag}")
-    if checkpoint.urls:
-        errors.add(f"--save-hf {checkpoint.save_hf}: {where} uploads nothing; give a folder")
-    if settings.profiling.is_on:
-        errors.add(f"--profile: {where} is not recorded; drop it")
-    errors.raise_if_any()
+    cluster, checkpoint, rollout = settings.cluster, settings.checkpoint, settings.rollout
+    able = names_with(TRAIN_BACKENDS, "trains_without_ray")
+    is_many = settings.trains and cluster.world_size > 1
+    faults = {
+        f"--device {cluster.device}": not is_on_cpu(settings) and "computes on CPU; give --device cpu",
+        "--actor-num-gpus-per-node": is_many and f"has one trainer rank, not {cluster.world_size}; give 1, on one node",
+        "--debug-rollout-only": not settings.trains and "trains; drop it",
+        f"--rollout-engine {rollout.rollout_engine}": settings.num_engines and "starts no servers; give torch",
+        f"--num-rollout-workers {rollout.num_rollout_workers}": (
+            rollout.num_rollout_workers > 1 and "has no further processes; drop it"
+        ),
+        f"--train-backend {settings.training.train_backend}": (
+            not settings.backend.trains_without_ray and f"trains with {able}; give {able}"
+        ),
+        f"--ray-address {cluster.ray_address}": cluster.ray_address and "uses no Ray; drop it",
+        "--update-weight-transfer-mode": settings.sends_deltas and "passes whole weights; drop it",
+        f"--save {checkpoint.save}": checkpoint.save and "neither saves nor resumes; drop --save",
+        f"--load {checkpoint.load}": checkpoint.load and "neither saves nor resumes; drop --load",
+        f"--save-hf {checkpoint.save_hf}": checkpoint.urls and "uploads nothing; give a folder",
+        "--profile": settings.profiling.is_on and "is not recorded; drop it",
+    }
+    with collect_errors() as errors:
+        for flag, fault in faults.items():
+            if fault:
+                errors.add(f"{flag}: a run in one process {fault}")
 
 
 # Check routing replay: the model has experts, the engine reports which it chose, and the trainer can be given them.
@@ -591,21 +554,20 @@ def check_replay(settings: Settings, errors: Errors) -> None:
 
 def check_replay_on_cpu(settings: Settings, errors: Errors) -> None:
     """Refuse servers on CPU: SGLang 0.5.23 keeps experts in page-locked memory, which only a GPU's driver gives."""
-    name = settings.rollout.rollout_engine
     wants = settings.rollout.use_rollout_routing_replay and not settings.reads_samples
-    if wants and engine_spec(name).has_servers and not settings.sglang.rollout_external:
-        rule = f"--rollout-engine {name} reports which experts it chose on GPUs only"
+    if wants and settings.engine.has_servers and not settings.sglang.rollout_external:
+        rule = f"--rollout-engine {settings.rollout.rollout_engine} reports which experts it chose on GPUs only"
         what_to_do = "use --rollout-engine torch, or replay the trainer's own with --use-routing-replay"
         errors.refuse("use_rollout_routing_replay", True, rule, what_to_do)
 
 
 def _check_engine(settings: Settings, errors: Errors) -> None:
     """Check that the engine can return the experts that it chose; SGLang can if its servers know the flag for that."""
-    name, known = settings.rollout.rollout_engine, known_server_flags()
-    if not engine_spec(name).reports_experts:
-        rule = f"--rollout-engine {name} does not report which experts it chose"
+    known = server_flags()
+    if not settings.engine.reports_experts:
+        rule = f"--rollout-engine {settings.rollout.rollout_engine} does not report which experts it chose"
         errors.refuse("use_rollout_routing_replay", True, rule, f"use {names_with(ENGINES, 'reports_experts')}")
-    is_ours = engine_spec(name).has_servers and not settings.sglang.rollout_external
+    is_ours = settings.engine.has_servers and not settings.sglang.rollout_external
     if is_ours and known and "--enable-return-routed-experts" not in known:
         rule = "the installed SGLang does not report which experts it chose"
         what_to_do = "install SGLang 0.5.23, or replay the trainer's own with --use-routing-replay"
@@ -676,7 +638,7 @@ def check_devices(settings: Settings, errors: Errors) -> None:
 
 def check_engine_is_there(settings: Settings, errors: Errors) -> None:
     """Refuse an engine whose program is not on this host, and flags that it refuses."""
-    rules = engine_spec(settings.rollout.rollout_engine).start_rules
+    rules = settings.engine.start_rules
     if rules and settings.generates:
         call(rules, settings, errors)
 
@@ -700,26 +662,13 @@ def check_export_folder(settings: Settings, errors: Errors) -> None:
         errors.refuse("save", save, mixed, "give another folder")
     if export is None or not errors.none_about("save_hf"):
         return
-    for name, other in _folders(settings):
-        if errors.none_about(name) and (rule := _fault(export, flag_name(name), other)) is not None:
+    checkpoint = fill_remote_cache(settings.checkpoint, settings.tracking.output_dir)
+    folders = {name: getattr(settings.model, name) for name in ("hf_checkpoint", "ref_load", "opd_teacher_load")}
+    folders |= {name: getattr(checkpoint, name) for name in ("save", "load", "remote_cache")}
+    for name, other in (folders | {"output_dir": settings.tracking.output_dir}).items():
+        if other is not None and errors.none_about(name) and (rule := _fault(export, flag_name(name), other)):
             errors.refuse("save_hf", export, rule, "give another folder")
             return
-
-
-def _folders(settings: Settings) -> Iterator[tuple[str, str]]:
-    model, output_dir = settings.model, settings.tracking.output_dir
-    checkpoint = fill_remote_cache(settings.checkpoint, output_dir)
-    for name, folder in (
-        ("hf_checkpoint", model.hf_checkpoint),
-        ("ref_load", model.ref_load),
-        ("opd_teacher_load", model.opd_teacher_load),
-        ("save", checkpoint.save),
-        ("load", checkpoint.load),
-        ("remote_cache", checkpoint.remote_cache),
-        ("output_dir", output_dir),
-    ):
-        if folder is not None:
-            yield name, folder
 
 
 def _fault(path: str, flag: str, other: str) -> str | None:

@@ -5,10 +5,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from miles.base.flags import collect_errors, refuse
+from miles.base.flags import changed, collect_errors, flag_name, refuse
 from miles.config.checkpoint import CheckpointArguments
-from miles.config.cluster import ClusterArguments, Offload, check_offload_on_cpu
-from miles.config.components import engine_spec
+from miles.config.cluster import ClusterArguments, Offload
+from miles.config.components import EngineSpec, TrainBackendSpec, engine_spec, train_backend_spec
 from miles.config.critic import CriticArguments, critic_optimizer
 from miles.config.evaluation import EvaluationArguments
 from miles.config.lora import LoraArguments
@@ -57,6 +57,16 @@ class Settings:
     profiling: ProfilingArguments = ProfilingArguments()
     megatron_overrides: tuple[tuple[str, Any], ...] = ()  # fields of Megatron's own dataclasses that flags set
     server_flags: ServerFlags = ServerFlags()
+
+    @property
+    def backend(self) -> TrainBackendSpec:
+        """The abilities of the training backend."""
+        return train_backend_spec(self.training.train_backend)
+
+    @property
+    def engine(self) -> EngineSpec:
+        """The abilities of the generation engine."""
+        return engine_spec(self.rollout.rollout_engine)
 
     @property
     def trajectories_per_iteration(self) -> int:
@@ -177,8 +187,7 @@ class Settings:
     @property
     def num_engines(self) -> int:
         """Servers that the run starts; 0 with an embedded engine, and with external engines."""
-        has_servers = engine_spec(self.rollout.rollout_engine).has_servers
-        if not has_servers or self.sglang.rollout_external or not self.generates:
+        if not self.engine.has_servers or self.sglang.rollout_external or not self.generates:
             return 0
         return self.engine_devices // self.sglang.rollout_num_gpus_per_engine
 
@@ -215,7 +224,8 @@ class Settings:
         """
         if device == "cpu":
             with collect_errors() as errors:
-                check_offload_on_cpu(self.cluster, errors)
+                for name in changed(self.cluster, ("offload_train", "offload_rollout")):
+                    errors.refuse(name, True, "frees GPU memory, and this run is on CPU", f"drop {flag_name(name)}")
             return Offload(train=False, rollout=False)
         shares = self.cluster.colocate and self.num_engines > 0
         return Offload(

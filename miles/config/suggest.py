@@ -6,7 +6,6 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from miles.base import strict_json
@@ -128,15 +127,13 @@ def _with_same_words(flag: str, candidates: Iterable[str], known: Iterable[str])
         shared = size(wanted & words)
         return shared / max(1, size(wanted | words)) if shared else 0.0
 
-    def likeness(name: str) -> tuple[int, float]:
-        return -len(wanted ^ _meanings(name)), difflib.SequenceMatcher(None, flag, name).ratio()
-
     shares = {name: share(name) for name in candidates}
     most = max(shares.values(), default=0)
     best = [name for name in shares if shares[name] == most]
     if most <= 0.5 or (len(best) > 1 and most < 1):
         return []
-    return [max(best, key=likeness)]
+    alike = {name: difflib.SequenceMatcher(None, flag, name).ratio() for name in best}
+    return [max(best, key=lambda name: (-len(wanted ^ _meanings(name)), alike[name]))]
 
 
 # Read values in the spellings that launch scripts use.
@@ -178,19 +175,13 @@ def _evaluate(node: ast.expr) -> Any:
     raise ValueError(ast.unparse(node))
 
 
-def set_name(source: str) -> str:
-    """Return a name for an evaluation set that was given without one: ``aime-2024`` for ``data/aime-2024.jsonl``."""
-    return Path(source).stem or source
-
-
 def environment_strings(text: str) -> str | None:
-    """Return a JSON object of environment variables with every value as a string; None if it is so already.
-
-    Raises:
-        ValueError: It is no JSON object.
-    """
-    values = strict_json.loads(text)
+    """Return a JSON object of environment variables with every value as a string; None if it is so, or no object."""
+    try:
+        values = strict_json.loads(text)
+    except strict_json.StrictJsonError:
+        return None  # the validator reports it
     if not isinstance(values, dict):
-        raise ValueError("not an object")
+        return None
     strings = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
     return None if strings == values else json.dumps(strings)

@@ -15,9 +15,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from miles.base.flags import Errors, fault_of_text
+from miles.config import rules
 from miles.config.checkpoint import check_checkpoint, fill_remote_cache
 from miles.config.cluster import check_cluster, check_offload
-from miles.config.components import train_backend_spec
 from miles.config.evaluation import check_evaluation, fill_evaluation
 from miles.config.functions import check_function_paths
 from miles.config.inputs import Inputs
@@ -32,21 +32,6 @@ from miles.config.parallel import check_parallel, pad_recurrent_models
 from miles.config.profiling import check_profiling
 from miles.config.rehearsal import check_rehearsal
 from miles.config.rollout import check_async, check_rollout, fill_over_sampling, notes_on_rollout
-from miles.config.rules import (
-    check_agents,
-    check_debug_modes,
-    check_deterministic,
-    check_export_folder,
-    check_images,
-    check_labels,
-    check_loss,
-    check_model_context,
-    check_replay,
-    check_stop_token_ids,
-    check_tokens_of_scorers,
-    name_policy_loss,
-    notes_on_model_context,
-)
 from miles.config.servers.passed_on import ServerFlags
 from miles.config.servers.rules import check_engine, check_rollout_workers, fill_rollout_num_gpus, fill_server_section
 from miles.config.settings import SECTIONS, Settings
@@ -146,25 +131,25 @@ def _check_sections(settings: Settings, errors: Errors) -> None:
     if settings.data.data_source_path is not None and rollout.num_epoch is not None and rollout.num_rollout is None:
         rule = "cannot be counted in the rows of --data-source-path, which has no end"
         errors.refuse("num_epoch", rollout.num_epoch, rule, "give --num-rollout instead")
-    check_debug_modes(settings, errors)
+    rules.check_debug_modes(settings, errors)
     check_function_paths(settings, errors)
     check_cluster(cluster, errors)
     check_async(rollout, cluster, errors)
-    check_agents(settings, errors)
+    rules.check_agents(settings, errors)
     check_reward(settings.reward, settings.generates, errors)
     if errors.none_about("rm_type"):
-        check_labels(settings, errors)
+        rules.check_labels(settings, errors)
     _check_pass_rate(settings, errors)
     check_optimizer(settings.optimizer, errors)
     check_training(settings.training, errors)
     check_checkpoint(settings.checkpoint, settings.evaluation, errors)
     check_evaluation(settings.evaluation, errors)
-    check_images(settings, errors)
-    check_model_context(settings, errors)
-    check_stop_token_ids(settings, errors)
-    check_tokens_of_scorers(settings, errors)
+    rules.check_images(settings, errors)
+    rules.check_model_context(settings, errors)
+    rules.check_stop_token_ids(settings, errors)
+    rules.check_tokens_of_scorers(settings, errors)
     check_tracking(settings.tracking, errors)
-    check_export_folder(settings, errors)
+    rules.check_export_folder(settings, errors)
     check_rehearsal(settings.rehearsal, rollout.rollout_max_response_len, rollout.rollout_max_context_len, errors)
     if errors.none_about("actor_num_nodes", "actor_num_gpus_per_node", "num_rollout"):
         check_profiling(settings.profiling, rollout.num_rollout, cluster.world_size, errors)
@@ -175,8 +160,7 @@ def _check_pass_rate(settings: Settings, errors: Errors) -> None:
     rate = settings.rollout.max_prompt_pass_rate
     if rate is not None and errors.none_about("rm_type") and _is_undecided(settings):
         rule = f"no reward of --rm-type {settings.reward.rm_type} states whether an answer is right"
-        what_to_do = "add one that reads the prompt's row, such as math:1"
-        errors.refuse("max_prompt_pass_rate", rate, rule, what_to_do)
+        errors.refuse("max_prompt_pass_rate", rate, rule, "add one that reads the prompt's row, such as math:1")
 
 
 def _is_undecided(settings: Settings) -> bool:
@@ -191,14 +175,14 @@ def _check_devices(settings: Settings, errors: Errors) -> None:
     check_parallel(settings.parallel, settings.training, dims, max_response_len, errors)
     check_engine(settings, errors)
     check_rollout_workers(settings, errors)
-    check_deterministic(settings, errors)
-    check_replay(settings, errors)
+    rules.check_deterministic(settings, errors)
+    rules.check_replay(settings, errors)
     check_offload(settings.cluster, errors)
 
 
 def _dims(settings: Settings, errors: Errors) -> ParallelDims | None:
     """Divide the ranks by the sizes that the backend reads; None if that is not possible."""
-    if not train_backend_spec(settings.training.train_backend).reads_megatron_flags:
+    if not settings.backend.reads_megatron_flags:
         settings = replace(settings, megatron=MegatronArguments())
     if errors.none_about("actor_num_nodes", "actor_num_gpus_per_node"):
         with errors.catching():
@@ -208,7 +192,7 @@ def _dims(settings: Settings, errors: Errors) -> ParallelDims | None:
 
 def _reconcile(settings: Settings, set_fields: Collection[str], errors: Errors) -> tuple[Settings, list[str]]:
     """Check the loss, and replace implied or renamed settings by their meaning; notes name them."""
-    check_loss(settings, errors)
+    rules.check_loss(settings, errors)
     rollout, training, batch_notes = settings.rollout, settings.training, list[str]()
     if errors.none_about("rollout_batch_size", "n_samples_per_prompt", "global_batch_size", "num_steps_per_rollout"):
         training, batch_notes = fill_global_batch_size(training, rollout, errors)
@@ -221,7 +205,7 @@ def _reconcile(settings: Settings, set_fields: Collection[str], errors: Errors) 
         is_explicit="loss_aggregation" in set_fields,
     )
     if not errors.messages:
-        loss, policy_loss_notes = name_policy_loss(loss)
+        loss, policy_loss_notes = rules.name_policy_loss(loss)
         loss_notes = [*policy_loss_notes, *loss_notes]
     sglang, pause_notes = fill_server_section(settings)
     filled = replace(
@@ -255,7 +239,7 @@ def _surprises(settings: Settings) -> Iterator[str]:
             f"--tensor-model-parallel-size {tensor} does not divide --actor-num-gpus-per-node {per_node}: some ranks "
             "that share each matrix are on two nodes, and wait for the network between them"
         )
-    yield from notes_on_model_context(settings)
+    yield from rules.notes_on_model_context(settings)
     longest = settings.rollout.rollout_max_response_len
     if longest is not None:
         yield from notes_on_training(settings.training, settings.parallel.context_parallel_size, longest)

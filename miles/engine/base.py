@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from miles.base.threads import in_thread
-from miles.config.components import TEACHERS, call, engine_spec
+from miles.config.components import TEACHERS, call
 from miles.types.weights import WeightChunk
 
 if TYPE_CHECKING:
@@ -74,6 +74,18 @@ class GenerationRequest:
     sampling: SamplingParams
     images: PromptImages | None = None  # replace the placeholders in ``prompt_ids``
 
+    def check(self, vocab: int) -> None:
+        """Raise ``ValueError`` for an empty prompt, a token outside ``vocab``, or sampling values out of range."""
+        self.sampling.check()
+        if not self.prompt_ids:
+            raise ValueError("an empty prompt cannot be continued: give each prompt at least one token")
+        outside = [token for token in self.prompt_ids if not 0 <= token < vocab]
+        if outside:
+            raise ValueError(
+                f"prompt token id {outside[0]} is outside the model's vocabulary of {vocab}: "
+                "use the tokenizer of --hf-checkpoint"
+            )
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -115,34 +127,27 @@ class Engine(Protocol):
 
     async def generate(self, request: GenerationRequest) -> list[Generation]:
         """Return one ``Generation`` per seed, in order. Raises ``ValueError`` for a token id outside the vocabulary."""
-        ...
 
     async def update_weights(self, chunks: Iterable[WeightChunk], version: int) -> None:
         """Replace the weights. Raises ``ValueError`` naming the parameters that are missing or unknown.
 
         An engine of several servers may iterate ``chunks`` again, until the next update, for a server that restarts.
         """
-        ...
 
     async def pause(self) -> None:
         """Stop at the next token. Requests in flight keep their tokens."""
-        ...
 
     async def resume(self) -> None:
         """Continue the paused requests."""
-        ...
 
     async def abort(self) -> None:
         """End every request in flight now. Each returns its tokens so far, with finish_reason ``abort``."""
-        ...
 
     async def health(self) -> bool:
         """Return whether the engine can serve requests."""
-        ...
 
     async def close(self) -> None:
         """Release everything that the engine holds. No call may follow."""
-        ...
 
 
 @runtime_checkable
@@ -154,7 +159,6 @@ class ReleasesMemory(Protocol):
 
         Raises ``RuntimeError`` if requests are in flight.
         """
-        ...
 
 
 class RemoteSenders(Protocol):
@@ -162,15 +166,12 @@ class RemoteSenders(Protocol):
 
     async def show(self, state: Any) -> None:
         """Give every process the state of the servers; return when each has it. Calls take effect in order."""
-        ...
 
     async def abort_all(self) -> None:
         """Have every process send nothing of what was asked for before; return when all it had sent has ended."""
-        ...
 
     async def in_flight(self) -> int:
         """Return how many requests have been sent and not answered."""
-        ...
 
 
 class RequestSender(Protocol):
@@ -178,24 +179,19 @@ class RequestSender(Protocol):
 
     async def generate(self, request: GenerationRequest) -> list[Generation]:
         """Return one ``Generation`` per seed, as ``Engine.generate`` does."""
-        ...
 
     def show(self, state: Any) -> None:
         """Take in the engine's report on the servers. Requests wait for the first time."""
-        ...
 
     async def abort_all(self) -> None:
         """Send nothing of what was asked for before; return when all that was sent has ended."""
-        ...
 
     @property
     def in_flight(self) -> int:
         """How many requests have been sent and not answered."""
-        ...
 
     async def close(self) -> None:
         """Close the connections. No call may follow."""
-        ...
 
 
 class SenderConfig(Protocol):
@@ -205,7 +201,6 @@ class SenderConfig(Protocol):
 
     def open(self, requests: int, check_servers: Callable[[], Awaitable[None]]) -> RequestSender:
         """Return what sends up to ``requests`` at once; it calls ``check_servers`` after a failed try."""
-        ...
 
 
 @runtime_checkable
@@ -214,15 +209,12 @@ class SharesServers(Protocol):
 
     def sender_config(self) -> SenderConfig:
         """Return what such a process needs."""
-        ...
 
     async def share(self, senders: RemoteSenders) -> None:
         """Show ``senders`` the servers from now on, and abort their requests with the engine's own."""
-        ...
 
     async def check_servers(self) -> None:
         """After a failed request: find the servers that do not work, and wait for an update in progress."""
-        ...
 
 
 @runtime_checkable
@@ -231,7 +223,6 @@ class HasQueues(Protocol):
 
     def queue_lengths(self) -> dict[str, int]:
         """Return a number for each queue. May be called from another thread."""
-        ...
 
 
 class ServedTeacher(Protocol):
@@ -243,11 +234,9 @@ class ServedTeacher(Protocol):
         Raises:
             ValueError: A prompt names no teacher, or a server refuses the request or has another vocabulary.
         """
-        ...
 
     async def close(self) -> None:
         """Close the connections. No call may follow."""
-        ...
 
 
 def connect_teacher(settings: Settings, share: Callable[[int], int] = lambda total: total) -> ServedTeacher | None:
@@ -269,7 +258,7 @@ async def start_engine(settings: Settings, host: EngineHost) -> Engine:
     Raises:
         ValueError: If no engine has this name, or the engine refuses the settings.
     """
-    engine: Engine = await call(engine_spec(settings.rollout.rollout_engine).builder, settings, host)
+    engine: Engine = await call(settings.engine.builder, settings, host)
     return engine
 
 
@@ -288,22 +277,18 @@ class ServerProcess(Protocol):
 
     def meeting_address(self) -> str:
         """Return an address of this host, HOST:PORT, at which the parts of a server can meet."""
-        ...
 
     def start(self, meeting: str | None = None) -> str:
         """Start the server, wait until it serves, and return its URL. Raises ``ServerFailed`` if it does not.
 
         ``meeting`` is the address at which it meets the parts on other nodes, if it has any.
         """
-        ...
 
     def ending(self) -> str:
         """Return which signal or exit code has ended the server since it served, as words; "" if it runs."""
-        ...
 
     def stop(self) -> None:
         """End the server. Does nothing if it does not run."""
-        ...
 
 
 class Server(Protocol):
@@ -313,22 +298,18 @@ class Server(Protocol):
 
     async def start(self) -> str:
         """Start the server if it does not run, wait until it serves, and return its URL."""
-        ...
 
     async def ending(self) -> str:
         """Return which signal or exit code has ended the server since it served; "" if it runs, or nobody knows."""
-        ...
 
     async def stop(self) -> None:
         """End the server, whatever state it is in."""
-        ...
 
     async def update_copy(self, source: CopySource) -> WeightFolder:
         """Bring the copy of the weights on the server's host up to date, and return it.
 
         Raises ``DeltaRefused`` if the host needs all weights, and ``ServerFailed`` if it does not answer.
         """
-        ...
 
 
 class ServerPart(Server, Protocol):
@@ -336,11 +317,9 @@ class ServerPart(Server, Protocol):
 
     async def meeting_address(self) -> str:
         """Return an address of its host; ``ServerProcess.meeting_address``."""
-        ...
 
     async def start(self, meeting: str | None = None) -> str:
         """Start the process if it does not run; ``ServerProcess.start``."""
-        ...
 
 
 class EngineHost(Protocol):
@@ -359,11 +338,9 @@ class EngineHost(Protocol):
             start_seconds: How long one start may take.
             node: Which of the nodes that the server spans, from 0.
         """
-        ...
 
     def broadcast_device(self) -> torch.device:
         """Return the device that broadcasts weights to servers: a GPU that no server uses, or the CPU."""
-        ...
 
 
 class LocalServer:

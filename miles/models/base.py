@@ -24,11 +24,9 @@ class TensorLayout(Protocol):
 
     def from_hf(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor:
         """Return the shard of tensor-parallel rank ``rank`` of ``size``, from whole Hugging Face tensors."""
-        ...
 
     def to_hf(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """Return whole Hugging Face tensors from the shards of all ranks, in order."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -263,6 +261,7 @@ class Family:
     model_type: str
     activation: str = "silu"  # of the MLPs, as configs name it
     has_qkv_bias: bool = False
+    rotates_part: bool = False  # of each head; the config states which, and without that half of it
 
     def check(self, config: Config) -> None:
         """Raise ``ValueError`` for a setting of ``config`` that the layers do not compute."""
@@ -288,7 +287,10 @@ class Family:
 
     def rotated_share(self, config: Config) -> float:
         """Return the part of each attention head, from its beginning, that rotary embedding rotates."""
-        return 1.0
+        if not self.rotates_part:
+            return 1.0
+        rope = {"partial_rotary_factor": 0.5} | config | (config.get("rope_parameters") or {})  # transformers' default
+        return float(rope["partial_rotary_factor"])
 
 
 class ConvertedFamily(Family, ABC):

@@ -19,7 +19,7 @@ import numpy as np
 
 from miles.base.text import InputError, one_line
 from miles.models.families import vision
-from miles.models.reading import WITH_IMAGES, read_config
+from miles.models.reading import read_config
 from miles.types.images import ImageTensors, PromptImages
 from miles.types.sample import IMAGE_PLACEHOLDER, data_uri
 
@@ -76,10 +76,8 @@ class VisionFamily:
 
 
 @cache
-def vision_family(model_type: str) -> VisionFamily | None:
-    """Return the family of a type of model; None if it reads no images here."""
-    if model_type not in WITH_IMAGES:
-        return None
+def vision_family(model_type: str) -> VisionFamily:
+    """Return the family of a type of model, one of ``WITH_IMAGES``."""
     family: VisionFamily = import_module(f"{vision.__name__}.{model_type}").VISION
     return family
 
@@ -121,13 +119,6 @@ def joined(batches: Sequence[ImageTensors], device: torch.device) -> dict[str, t
         whole = np.concatenate([np.pad(a, width) for a, width in zip(arrays, widths, strict=True)])
         tensors[name] = torch.from_numpy(whole).to(device)
     return tensors
-
-
-def blank(config: Any) -> ImageTensors:
-    """Return an image that no token stands for."""
-    family = vision_family(config.model_type)
-    assert family is not None
-    return ImageTensors(family.blank(config), (), (), -1)
 
 
 @cache
@@ -237,7 +228,6 @@ def expansions(model: str, sizes: tuple[tuple[int, int], ...]) -> tuple[str, ...
         ValueError: The processor refuses an image of such a size.
     """
     processor, family = load_processor(model), vision_family(_config(model).model_type)
-    assert family is not None, "validation refuses images for other models"
     made = family.sized(processor, sizes)
     return tuple(processor.replace_image_token(made, image_idx=number) for number in range(len(sizes)))
 
@@ -319,7 +309,6 @@ def tensors_of(images: PromptImages) -> ImageTensors:
     if "tensors" not in images.cache:
         config = _config(images.model)
         family = vision_family(config.model_type)
-        assert family is not None, "validation refuses images for other models"
         made = load_processor(images.model).image_processor([decoded(images)], return_tensors="np")
         tensors = {name: np.asarray(made[name]) for name in family.inputs}
         grids = family.grids(config, tensors)

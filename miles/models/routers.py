@@ -5,13 +5,14 @@ model does, so gradients reach the router (rollout routing replay, arXiv 2510.11
 """
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import torch
 
+from miles.base.attributes import set_within
 from miles.types.replay import UNKNOWN, dtype_for
 
 _LAYER = re.compile(r"layers\.(\d+)\.(?:mlp|mixer)\.gate$")
@@ -97,14 +98,10 @@ class Routers:
         """
         self._replayed = experts
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self) -> AbstractContextManager[None]:
         """Keep the experts that the block's pass chooses, for ``take``."""
-        self._records, self._chosen = True, {}
-        try:
-            yield
-        finally:
-            self._records = False
+        self._chosen = {}
+        return set_within(self, _records=True)
 
     def take(self) -> torch.Tensor:
         """Return the choices of the recorded pass, int64 [T, layers, k]; 0 in layers without experts."""

@@ -46,7 +46,9 @@ def check_objective(loss: LossArguments, shape: StepShape, errors: Errors) -> No
         shape: The step.
         errors: Collects them.
     """
-    check_chunk_size(loss, errors)
+    if loss.log_probs_chunk_size != -1 and loss.log_probs_chunk_size < 1:
+        rule = "must be -1 (all tokens) or at least 1"
+        errors.refuse("log_probs_chunk_size", loss.log_probs_chunk_size, rule, "1024 is usual")
     objective = build_objective(loss)
     objective.policy_loss.check(loss, shape, errors)
     check_kl(loss, errors)
@@ -64,11 +66,9 @@ def _check_contradictions(objective: Objective, errors: Errors) -> None:
     flags, loss_type = objective.flags, objective.loss_type
     for name in changed(flags, [*LOSS_TYPES.reads, *loss_type.lacks]):
         if name not in loss_type.reads:
-            readers = LOSS_TYPES.readers(name)
+            readers, rule = LOSS_TYPES.readers(name), f"is no part of --loss-type {loss_type.name}"
             what_to_do = f"use --loss-type {' or '.join(readers)}" if readers else loss_type.instead_of_lacking
-            errors.refuse(
-                name, getattr(flags, name), f"is no part of --loss-type {loss_type.name}", f"{what_to_do}, or drop it"
-            )
+            errors.refuse(name, getattr(flags, name), rule, f"{what_to_do}, or drop it")
     if loss_type.uses_advantages:
         ESTIMATORS.check_instead(objective.estimator, flags, errors)
     if flags.use_opd and not (loss_type.uses_advantages and loss_type.trains_policy):
@@ -82,13 +82,6 @@ def _check_contradictions(objective: Objective, errors: Errors) -> None:
     if loss_type.uses_policy_loss and flags.policy_loss is not None and flags.custom_policy_loss_function_path:
         rule = "names a second policy loss, alongside --custom-policy-loss-function-path"
         errors.refuse("policy_loss", flags.policy_loss, rule, "keep one of the two")
-
-
-def check_chunk_size(loss: LossArguments, errors: Errors) -> None:
-    """Report a ``--log-probs-chunk-size`` that is no number of tokens (token_log_probs.py)."""
-    size = loss.log_probs_chunk_size
-    if size != -1 and size < 1:
-        errors.refuse("log_probs_chunk_size", size, "must be -1 (all tokens) or at least 1", "1024 is usual")
 
 
 # Explain the objective of a step as a formula with this run's numbers, and in words: --explain and the run report.
@@ -166,11 +159,9 @@ def objective_without_effect(loss: LossArguments, shape: StepShape) -> list[str]
     objective, on_policy = build_objective(loss), shape.steps_per_iteration == 1
     notes = objective.loss_type.idle_on_policy(objective) if on_policy else []
     if loss.has_critic and on_policy:
-        notes.append(
-            "--value-clip: one step per iteration, so the critic's values are the old ones and nothing is clipped"
-        )
+        why = "one step per iteration, so the critic's values are the old ones and nothing is clipped"
+        notes.append(f"--value-clip: {why}")
     if loss.custom_pg_loss_reducer_function_path is not None:
-        notes.append(
-            "--loss-canary: what your reducer's weights add up to is not known beforehand, so nothing is checked"
-        )
+        why = "what your reducer's weights add up to is not known beforehand, so nothing is checked"
+        notes.append(f"--loss-canary: {why}")
     return notes

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from miles.base.flags import flag_name
 from miles.base.user_code import import_function, load_function
-from miles.objective.estimators.base import Estimator, SampleRewards
+from miles.objective.estimators.base import Estimator, SampleRewards, TrajectoryTokens
 from miles.objective.policy_losses.base import PolicyLoss, PolicyTokens, TokenLosses
 from miles.objective.registry import Needs, Term
 from miles.objective.sequences import count_once, gather_whole, whole_responses
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from miles.objective.token_weights import Ratios
     from miles.types.train_batch import MicroBatch
 
-# The adapters of other launchers' conventions, loaded like a function of the user's (compat/losses/).
-RELATED_MODULES = "miles.compat.losses.modules:offer_related_modules"
-FOUR_ARGUMENTS = "miles.compat.losses.call:four_argument_loss"
-CHECK_OF_FOUR = "miles.compat.losses.call:check_four_argument_loss"
+# The adapters of other launchers' conventions, loaded like a function of the user's (compat/losses.py).
+RELATED_MODULES = "miles.compat.losses:offer_related_modules"
+FOUR_ARGUMENTS = "miles.compat.losses:four_argument_loss"
+CHECK_OF_FOUR = "miles.compat.losses:check_four_argument_loss"
 
 # Start-up ------------------------------------------------------------------------------------------------------------
 
@@ -60,11 +60,6 @@ class Hook:
         """The flag as written."""
         return flag_name(self.field)
 
-    def path(self, loss: LossArguments) -> str | None:
-        """Return the import path that the flag gives; None if it is not given."""
-        path: str | None = getattr(loss, self.field)
-        return path
-
     def load(self, path: str) -> Callable[..., Any]:
         """Import the function at ``path``, and check its signature.
 
@@ -72,17 +67,13 @@ class Hook:
             ValueError: If it cannot be imported, or cannot be called as this file states.
         """
         function = self._imported(path)
-        self.check_signature(function, path)
+        self.num_arguments(function, path)
         return function
 
     def _imported(self, path: str) -> Callable[..., Any]:
         """Import the function at ``path``; its file may import what losses of related launchers do."""
         import_function(RELATED_MODULES, self.flag)()
         return load_function(path, self.flag)
-
-    def check_signature(self, function: Callable[..., Any], path: str) -> None:
-        """Raise ``ValueError`` if ``function`` has none of the forms."""
-        self.num_arguments(function, path)
 
     def num_arguments(self, function: Callable[..., Any], path: str) -> int:
         """Return with how many positional arguments ``function`` is called."""
@@ -131,9 +122,10 @@ class AdvantageHook(Hook):
             raise self.wrong_signature(function, path)
         return phase
 
-    def check_signature(self, function: Callable[..., Any], path: str) -> None:
-        """Raise ``ValueError`` if the parameter has neither name."""
+    def num_arguments(self, function: Callable[..., Any], path: str) -> int:
+        """Return 1. Raises ``ValueError`` if the parameter has neither name."""
         self.phase(path)
+        return 1
 
 
 def _accepts(function: Callable[..., Any], count: int) -> bool:
@@ -181,16 +173,15 @@ def check_hooks(loss: LossArguments, args: Any) -> None:
         ValueError: If one cannot be imported, or cannot be called as this file states.
     """
     for hook in HOOKS:
-        path = hook.path(loss)
-        if path is not None:
+        if (path := getattr(loss, hook.field)) is not None:
             hook.load(path)
-    path = ADVANTAGES.path(loss)
+    path = loss.custom_advantage_function_path
     if loss.use_opsm and path is not None and ADVANTAGES.phase(path) == 2:
         raise ValueError(
             f"--use-opsm: drops sequences of negative advantage, and {ADVANTAGES.flag} {path} has one for each token; "
             "drop one of the two"
         )
-    path = WHOLE_LOSS.path(loss)
+    path = loss.custom_loss_function_path
     if path is not None and WHOLE_LOSS.num_arguments(WHOLE_LOSS.load(path), path) == 4:
         import_function(CHECK_OF_FOUR, WHOLE_LOSS.flag)(path, args, loss)
 
@@ -410,18 +401,16 @@ class CustomAdvantages(Estimator[Any]):
             )
         return result
 
-    def token_advantages(
-        self, flags: LossArguments, rewards: Sequence[np.ndarray], values: Sequence[np.ndarray]
-    ) -> list[np.ndarray]:
-        """Call a function of phase 2, and check its result."""
+    def token_advantages(self, flags: LossArguments, trajectories: Sequence[TrajectoryTokens]) -> list[np.ndarray]:
+        """Call a function of phase 2, and check its result; after one of phase 1 compute the chosen estimator's."""
         if ADVANTAGES.phase(self.path) == 1:
-            return self.estimator.token_advantages(flags, rewards, values)
+            return self.estimator.token_advantages(flags, trajectories)
         import numpy as np
 
         function = ADVANTAGES.load(self.path)
-        inputs = [AdvantageTrajectory(r, v, flags) for r, v in zip(rewards, values, strict=True)]
+        inputs = [AdvantageTrajectory(each.rewards, each.values, flags) for each in trajectories]
         result = [np.asarray(advantages, np.float64) for advantages in function(inputs)]
-        shapes, wanted = [a.shape for a in result], [r.shape for r in rewards]
+        shapes, wanted = [a.shape for a in result], [each.rewards.shape for each in trajectories]
         if shapes != wanted or not all(np.isfinite(a).all() for a in result):
             raise ValueError(
                 f"{ADVANTAGES.flag} {self.path}: returned arrays of shapes {shapes}, wanted are {wanted}, all finite; "
@@ -429,27 +418,11 @@ class CustomAdvantages(Estimator[Any]):
             )
         return result
 
-    def group_token_advantages(
-        self,
-        flags: LossArguments,
-        rewards: Sequence[np.ndarray],
-        groups: Sequence[int],
-        score_norms: Sequence[np.ndarray],
-    ) -> list[np.ndarray]:
-        """Call a function of phase 2; after one of phase 1 compute the chosen estimator's."""
-        if ADVANTAGES.phase(self.path) == 1:
-            return self.estimator.group_token_advantages(flags, rewards, groups, score_norms)
-        return self.token_advantages(flags, rewards, [reward[:0] for reward in rewards])
-
     def returns(
-        self,
-        flags: LossArguments,
-        rewards: Sequence[np.ndarray],
-        values: Sequence[np.ndarray],
-        advantages: Sequence[np.ndarray],
+        self, flags: LossArguments, trajectories: Sequence[TrajectoryTokens], advantages: Sequence[np.ndarray]
     ) -> list[np.ndarray]:
         """Return the chosen estimator's."""
-        return self.estimator.returns(flags, rewards, values, advantages)
+        return self.estimator.returns(flags, trajectories, advantages)
 
 
 class CustomPolicyLoss(PolicyLoss[Any]):

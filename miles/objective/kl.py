@@ -57,40 +57,15 @@ class KlFlags:
         return self.use_kl_loss or self.kl_coef != 0
 
 
-@dataclass(frozen=True)
-class KlForm:
-    """What one estimator is.
-
-    Attributes:
-        formula: The estimate of a token, with d = log p - log p_reference.
-        gradient: Its expected gradient in the loss, on-policy.
-        weighted_gradient: The same with ``--use-unbiased-kl``, on- and off-policy; None if that is refused.
-        sources: Its origin, as in ``Variant``.
-    """
-
-    formula: str
-    gradient: str
-    weighted_gradient: str | None
-    sources: tuple[str, ...]
-
-
-_SCHULMAN = "http://joschu.net/blog/kl-approx.html"
-_OF_KL, _OF_REVERSE = "of KL(policy, reference)", "of KL(reference, policy)"
-_UNCLAMPED = "if nothing is clamped"
-KL_FORMS: dict[KlEstimator, KlForm] = {
-    "k1": KlForm("d", "0", _OF_KL, (_SCHULMAN, "2506.09477")),
-    "k2": KlForm("d² / 2", _OF_KL, "of the mean of d² / 2", (_SCHULMAN, "2506.09477")),
-    "k3": KlForm("exp(-d) - 1 + d", _OF_REVERSE, _OF_KL, (_SCHULMAN, "2506.09477")),
-    "low_var_kl": KlForm(
-        "clip(exp(-d) - 1 + d, -10, 10)",
-        f"{_OF_REVERSE}, {_UNCLAMPED}",
-        f"{_OF_KL}, {_UNCLAMPED}",
-        (_SCHULMAN, "verl's name"),
-    ),
-    "k1+": KlForm("d, with the gradient of d² / 2", _OF_KL, None, ("2506.09477", "verl's name")),
-    "k3+": KlForm("exp(-d) - 1 + d, with the gradient of d² / 2", _OF_KL, None, ("2506.09477", "verl's name")),
+# The estimate of a token, with d = log p - log p_reference.
+KL_FORMS: dict[KlEstimator, str] = {
+    "k1": "d",
+    "k2": "d² / 2",
+    "k3": "exp(-d) - 1 + d",
+    "low_var_kl": "clip(exp(-d) - 1 + d, -10, 10)",
+    "k1+": "d, with the gradient of d² / 2",
+    "k3+": "exp(-d) - 1 + d, with the gradient of d² / 2",
 }
-UNBIASED_KL_SOURCES = ("2512.02556",)  # of --use-unbiased-kl
 _VALUES: dict[KlEstimator, KlEstimator] = {"k1+": "k1", "k3+": "k3"}  # of estimators with the gradient of k2
 
 # exp(88.8) overflows fp32. Bounded below that, no ratio is infinite, so none meets a zero advantage or gradient as NaN.
@@ -147,7 +122,7 @@ def kl_formula(loss: KlFlags) -> list[Term]:
     """Return the KL of a token in the loss, if it is part of the loss."""
     if not loss.adds_kl:
         return []
-    formula = KL_FORMS[loss.kl_loss_type].formula
+    formula = KL_FORMS[loss.kl_loss_type]
     if loss.use_unbiased_kl:
         formula = f"ρ ({formula})"
     return [Term(f"KL_{loss.kl_loss_type} = {formula} of each token, d = log p - log p_reference", __name__)]

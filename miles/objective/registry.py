@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from miles.base.choices import Choice, F
 
@@ -30,21 +29,6 @@ class Term:
     def source(self) -> str:
         """What computes it: a file such as ``miles/objective/kl.py``, or the user's function."""
         return self.module.replace(".", "/") + ".py" if self.hook is None else self.hook
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A setting of a part that has a name and its own source: a row of the docs' page of objectives.
-
-    Attributes:
-        name: The name.
-        settings: The flags that choose it, with their values.
-        sources: Its origin: arXiv numbers, addresses, or a few words.
-    """
-
-    name: str
-    settings: Mapping[str, Any]
-    sources: tuple[str, ...]
 
 
 @dataclass(frozen=True)

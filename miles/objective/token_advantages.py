@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from miles.objective.estimators.base import TrajectoryTokens
 from miles.objective.kl import approximate_kl
 from miles.objective.loss_types.base import Objective
 from miles.objective.rounding import FP32, FP64, centred, magnitude
@@ -55,13 +56,8 @@ def token_advantages(objective: Objective, samples: Sequence[SampleTokens]) -> S
     """
     loss = objective.flags
     trajectories = list(_trajectories(objective, samples))
-    rewards, values = [t.rewards for t in trajectories], [t.values for t in trajectories]
-    if objective.estimator.reads_score_norms:
-        groups, norms = [t.group for t in trajectories], [t.score_norms for t in trajectories]
-        advantages = objective.estimator.group_token_advantages(loss, rewards, groups, norms)
-    else:
-        advantages = objective.estimator.token_advantages(loss, rewards, values)
-    returns = objective.estimator.returns(loss, rewards, values, advantages) if objective.needs.values else None
+    advantages = objective.estimator.token_advantages(loss, trajectories)
+    returns = objective.estimator.returns(loss, trajectories, advantages) if objective.needs.values else None
     if loss.use_opd:
         advantages = [a - loss.opd_kl_coef * t.teacher_kl for a, t in zip(advantages, trajectories, strict=True)]
     metrics = _metrics(loss, trajectories, advantages, returns)
@@ -85,16 +81,10 @@ def whitened(columns: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 @dataclass(frozen=True)
-class _Trajectory:
-    """The loss tokens of a trajectory, float64 [T]."""
-
+class _Trajectory(TrajectoryTokens):
     members: list[int]  # its samples
-    rewards: np.ndarray
-    values: np.ndarray
     kl: np.ndarray
     teacher_kl: np.ndarray
-    group: int
-    score_norms: np.ndarray  # empty if the estimator does not read them
 
 
 def _trajectories(objective: Objective, samples: Sequence[SampleTokens]) -> Iterator[_Trajectory]:
@@ -104,25 +94,22 @@ def _trajectories(objective: Objective, samples: Sequence[SampleTokens]) -> Iter
         of_trajectory.setdefault(sample.trajectory_id, []).append(index)
     for members in of_trajectory.values():
         parts = [samples[i] for i in members]
-        masks = [part.loss_mask != 0 for part in parts]
-        kl = np.concatenate([_kl(loss, part)[k] for part, k in zip(parts, masks, strict=True)])
+        kl = _of_loss_tokens(parts, [_kl(loss, part) for part in parts])
         rewards = -loss.kl_coef * kl
         if objective.estimator.reward_at_last_token:
             rewards[-1:] += np.mean([part.reward for part in parts])
         else:
-            rewards += np.concatenate([np.full(int(k.sum()), p.reward) for p, k in zip(parts, masks, strict=True)])
-        values = [np.zeros(0) if p.values is None else p.values[k] for p, k in zip(parts, masks, strict=True)]
-        teacher_kl = np.concatenate([_teacher_kl(loss, part)[k] for part, k in zip(parts, masks, strict=True)])
-        norms = [np.zeros(0) if p.score_norm is None else p.score_norm[k] for p, k in zip(parts, masks, strict=True)]
-        yield _Trajectory(
-            members,
-            rewards,
-            np.concatenate(values).astype(np.float64),
-            kl,
-            teacher_kl,
-            parts[0].group_index,
-            np.concatenate(norms).astype(np.float64),
-        )
+            rewards += _of_loss_tokens(parts, [np.full(len(part.loss_mask), part.reward) for part in parts])
+        values = _of_loss_tokens(parts, [part.values for part in parts])
+        teacher_kl = _of_loss_tokens(parts, [_teacher_kl(loss, part) for part in parts])
+        norms = _of_loss_tokens(parts, [part.score_norm for part in parts])
+        yield _Trajectory(rewards, values, parts[0].group_index, norms, members, kl, teacher_kl)
+
+
+def _of_loss_tokens(parts: Sequence[SampleTokens], columns: Sequence[np.ndarray | None]) -> np.ndarray:
+    """Join the loss tokens of columns [response], one per sample, float64 [T]; None is an empty one."""
+    pairs = [(part.loss_mask != 0, column) for part, column in zip(parts, columns, strict=True)]
+    return np.concatenate([np.zeros(0) if c is None else c[k] for k, c in pairs]).astype(np.float64)
 
 
 def _kl(loss: LossArguments, sample: SampleTokens) -> np.ndarray:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 from miles.base.flags import Errors, flag_name
 from miles.objective.hooks import custom_importance_weights
 from miles.objective.kl import masked_log_ratio
-from miles.objective.registry import Needs, Term, Variant
+from miles.objective.registry import Needs, Term
 from miles.objective.sequences import sequence_means, sequence_sums
 
 if TYPE_CHECKING:
@@ -29,11 +29,6 @@ if TYPE_CHECKING:
     from miles.types.train_batch import MicroBatch
 
 ImportanceLevel = Literal["token", "sequence", "geometric"]
-
-# "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (Yao et al. 2025), and "When Speed Kills
-# Stability: Demystifying RL Collapse from the Training-Inference Mismatch" (Liu et al. 2025).
-_OFF_POLICY = "https://fengyao.notion.site/off-policy-rl"
-_SPEED = "https://yingru.notion.site/When-Speed-Kills-Stability-271211a558b7808d8b12d403fd15edda"
 
 
 @dataclass(frozen=True)
@@ -67,12 +62,10 @@ class TokenWeight(ABC):
     Attributes:
         switch: The flag that turns it on.
         reads: The other flags that it reads.
-        variants: Its names, by settings; the first has the defaults.
     """
 
     switch: ClassVar[str]
     reads: ClassVar[tuple[str, ...]]
-    variants: ClassVar[tuple[Variant, ...]]
 
     def is_on(self, loss: TokenWeightFlags) -> bool:
         """Return whether the run uses it."""
@@ -103,19 +96,6 @@ class Truncation(TokenWeight):
 
     switch = "use_tis"
     reads = ("tis_clip", "tis_clip_low", "tis_mode", "tis_level", "tis_batch_normalize", "custom_tis_function_path")
-    variants = (
-        Variant("TIS", {"use_tis": True}, (_OFF_POLICY,)),
-        Variant("TIS by sequence", {"use_tis": True, "tis_level": "sequence"}, (_SPEED,)),
-        Variant(
-            "TIS by geometric mean", {"use_tis": True, "tis_level": "geometric"}, ("miles' and slime's `mis.yaml`",)
-        ),
-        Variant(
-            "batch-normalized TIS",
-            {"use_tis": True, "tis_batch_normalize": True},
-            ("verl's `rollout_is_batch_normalize`",),
-        ),
-        Variant("IcePop", {"use_tis": True, "tis_mode": "icepop"}, ("2510.18855",)),
-    )
 
     def needs(self, loss: TokenWeightFlags) -> Needs:
         """Ask for the old log-probs of every step: the mean of a step's weights is known before the step is taken."""
@@ -205,12 +185,6 @@ class Rejection(TokenWeight):
 
     switch = "use_rs"
     reads = ("rs_lower_bound", "rs_upper_bound", "rs_level", "rs_veto_threshold")
-    variants = (
-        Variant("rejection", {"use_rs": True}, (_SPEED,)),
-        Variant("rejection by sequence", {"use_rs": True, "rs_level": "sequence"}, (_SPEED,)),
-        Variant("rejection by geometric mean", {"use_rs": True, "rs_level": "geometric"}, (_SPEED,)),
-        Variant("veto", {"use_rs": True, "rs_veto_threshold": 1e-4}, ("verl's `rollout_token_veto_threshold`",)),
-    )
 
     def check(self, loss: TokenWeightFlags, errors: Errors) -> None:
         """Check the order of the bounds."""
@@ -247,7 +221,6 @@ class OffPolicyMasking(TokenWeight):
 
     switch = "use_opsm"
     reads = ("opsm_delta",)
-    variants = (Variant("OPSM", {"use_opsm": True}, ("2512.02556",)),)
 
     def formula(self, loss: TokenWeightFlags) -> list[Term]:
         """Name the tokens whose weight is 0."""
@@ -272,7 +245,6 @@ class TopEntropy(TokenWeight):
 
     switch = "top_entropy_quantile"
     reads = ()
-    variants = (Variant("top-entropy mask", {"top_entropy_quantile": 0.2}, ("2506.01939",)),)
 
     def is_on(self, loss: TokenWeightFlags) -> bool:
         """Return whether any token is left out."""

@@ -8,8 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Any, Literal, Protocol, TextIO
+from typing import Any, Literal, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
@@ -161,14 +160,6 @@ class Loading:
         if self._status is not None:
             self._status.stop()
 
-    def __enter__(self) -> Loading:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 # Standard output and error as JSON, one object per line: ``--log-format json``.
 
@@ -287,31 +278,6 @@ _COLUMNS = (
     ("rollout/response_length", "length", ".0f", 6),
 )
 _POLICY_GRADIENT = "train/pg_loss"
-
-
-class RunOutput(Protocol):
-    """The launcher's output about a run."""
-
-    def note(self, text: str) -> None:
-        """Print a sentence."""
-
-    def phase(self, name: str | None) -> None:
-        """Show the current phase of the run; None between two phases."""
-
-    def watch(self, details: Details) -> None:
-        """Show the progress of a phase, if the output is a terminal."""
-
-    def resume(self, step: int, rows: Sequence[Mapping[str, float]]) -> None:
-        """Continue at ``step`` a run whose rows so far are ``rows``."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Print a step."""
-
-    def log_samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
-        """Print one of the answers of an iteration, now and then."""
-
-    def close(self) -> None:
-        """Print no more."""
 
 
 def trains(values: Mapping[str, float]) -> bool:

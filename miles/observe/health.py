@@ -2,17 +2,17 @@
 
 A rule compares the newest ``WINDOW`` measurements with its threshold, or with the first ``WINDOW`` of the run. It
 gives no verdict before ``2 * WINDOW`` measurements: early steps are noisy, and a run that starts badly may learn to
-do better. To add a rule, write a function from ``Curves`` to a ``Finding`` and add it to ``RULES``.
+do better. To add a rule, write a function from ``Curves`` to a ``Finding`` with ``_rule``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import accumulate
 from statistics import fmean, median
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 from miles.base.flags import count
 from miles.config.choice import deciding_metric
@@ -77,7 +77,7 @@ class Rule:
     threshold: str
     advice: tuple[Advice, ...]
     check: Callable[[Curves], Finding | None]
-    judges: Callable[[Settings], bool] = learns_from_rewards
+    judges: Callable[[Settings], bool]
 
 
 @dataclass(frozen=True)
@@ -96,10 +96,6 @@ class Verdict:
     def sentence(self) -> str:
         """The rule, what it measured, and what to do."""
         return f"{self.rule}: {self.figure}; {self.advice} ({self.flag})"
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as the page reads it."""
-        return asdict(self)
 
 
 class Curve(NamedTuple):
@@ -178,79 +174,6 @@ class Curves:
         return now - early > 0.02 * max(1.0, abs(early), abs(now))
 
 
-def _entropy(curves: Curves) -> Finding | None:
-    ends, gained = curves.ends("train/entropy_loss"), curves.has_gained()
-    if ends is None or gained is None:
-        return None
-    early, now = ends
-    level = 0.0 if gained or early <= 0 else 0.1 * early / max(now, 1e-12)
-    return Finding(level, f"{now:.3g} nats per token, {_times(now, early)} the start's {early:.3g}")
-
-
-def _clip_fraction(curves: Curves) -> Finding | None:
-    ends = curves.ends("train/pg_clipfrac")
-    return ends and Finding(ends[1] / 0.3, f"{ends[1]:.1%} of the tokens clipped")
-
-
-def _importance_ratio(curves: Curves) -> Finding | None:
-    ends = curves.ends("train/is_ratio")
-    if ends is None:
-        return None
-    level = abs(math.log(max(ends[1], 1e-12))) / math.log(1.25)
-    return Finding(level, f"a mean ratio trainer / engine of {ends[1]:.3f}")
-
-
-def _length(curves: Curves) -> Finding | None:
-    ends, gained = curves.ends("rollout/response_length"), curves.has_gained()
-    if ends is None or gained is None:
-        return None
-    early, now = ends
-    level = 0.0 if gained else (now - early) / (0.5 * early or math.inf)
-    return Finding(level, f"{now:.0f} tokens, {_times(now, early)} the start's {early:.0f}")
-
-
-def _zero_variance(curves: Curves) -> Finding | None:
-    ends, gained = curves.ends("rollout/zero_std_groups"), curves.has_gained()
-    if ends is None or gained is None:
-        return None
-    # After a gain, groups lack spread because all of their answers are right.
-    return Finding(0.0 if gained else ends[1] / 0.8, f"{ends[1]:.1%} of the groups teach nothing")
-
-
-def _truncated(curves: Curves) -> Finding | None:
-    ends = curves.ends("rollout/truncated_fraction")
-    if ends is None:
-        return None
-    early, now = ends  # a tenth is beyond the noise of 10 steps of 64 answers: 0.03 in the difference
-    return Finding(now / 0.5 if now > 0.9 * early else 0.0, f"{now:.1%} of the answers cut at the length limit")
-
-
-def _log_prob_gap(curves: Curves) -> Finding | None:
-    ends = curves.ends("train/train_rollout_logprob_abs_diff")
-    return ends and Finding(ends[1] / 0.1, f"{ends[1]:.3g} nats per token")
-
-
-def _flat_reward(curves: Curves) -> Finding | None:
-    rewards = curves.of("rollout/reward")
-    if len(rewards) < 4 * WINDOW or not all(map(math.isfinite, rewards)):
-        return None
-    trend = Trend.of(rewards, most=len(rewards))
-    scale = max(1.0, abs(trend.early), abs(trend.now))
-    most = trend.now - trend.early + 2 * trend.noise
-    excused = curves.has_gained() or (trend.early >= 0.95 and max(rewards) <= 1)
-    level = 0.0 if excused else 0.03 * scale / max(most, 1e-12)
-    return Finding(level, f"a reward of {trend.now:.3g} after {trend.early:.3g}, means of {trend.width}")
-
-
-def _gradient_spikes(curves: Curves) -> Finding | None:
-    norms = curves.of("train/grad_norm")
-    if len(norms) < 2 * WINDOW:
-        return None
-    newest, usual = max(norms[-WINDOW:]), median(norms)
-    level = newest / (10 * max(usual, 1e-12))
-    return Finding(level, f"a norm of {newest:.3g} among the last {WINDOW}, {_times(newest, usual)} the median")
-
-
 def _times(value: float, of: float) -> str:
     return f"{value / of:.2g} times" if of else "more than 0 times"
 
@@ -266,103 +189,173 @@ def _compares_answers(settings: Settings) -> bool:
     )
 
 
+Check: TypeAlias = Callable[[Curves], Finding | None]
+RULES: list[Rule] = []
 _LOWER_RATE = Advice("--lr", "lower --lr")
 _TIS = Advice("--use-tis", "correct with --use-tis", lambda settings: not setting(settings, "use_tis"))
 _PRECISION = Advice("--bf16", "compare precision and sampling flags of engine and trainer")
 
-RULES: tuple[Rule, ...] = (
-    Rule(
-        "Entropy collapse",
-        "train/entropy_loss",
-        "below a tenth of the start, and neither held-out reward nor reward has grown",
-        (
-            Advice("--entropy-coef", "raise --entropy-coef", lambda settings: not setting(settings, "entropy_target")),
-            Advice("--rollout-temperature", "raise --rollout-temperature"),
-            _LOWER_RATE,
-        ),
-        _entropy,
-    ),
-    Rule(
-        "Clip fraction",
-        "train/pg_clipfrac",
-        "above 30 % of the tokens",
-        (
-            Advice(
-                "--num-steps-per-rollout",
-                "take fewer optimizer steps per iteration",
-                lambda settings: setting(settings, "num_steps_per_rollout") != 1,
-            ),
-            _LOWER_RATE,
-        ),
-        _clip_fraction,
-    ),
-    Rule(
-        "Importance ratio",
-        "train/is_ratio",
-        "outside 0.8 to 1.25",
-        (
-            _TIS,
-            Advice("--async-steps", "lower --async-steps", lambda settings: setting(settings, "async_steps") != 0),
-            _PRECISION,
-        ),
-        _importance_ratio,
-    ),
-    Rule(
-        "Length without accuracy",
-        "rollout/response_length",
-        "1.5 times the start, and neither held-out reward nor reward has grown",
-        (Advice("--loss-aggregation", "read the longest answers; see --loss-aggregation and the reward function"),),
-        _length,
-    ),
-    Rule(
-        "Groups without spread",
-        "rollout/zero_std_groups",
-        "above 80 % of the groups, and neither held-out reward nor reward has grown",
-        (
-            Advice(
-                "--dynamic-sampling-filter-path",
-                "filter groups without spread (--dynamic-sampling-filter-path)",
-                lambda settings: setting(settings, "dynamic_sampling_filter_path") is None,
-            ),
-            Advice("--n-samples-per-prompt", "choose easier or harder prompts, or more samples per prompt"),
-        ),
-        _zero_variance,
-        _compares_answers,
-    ),
-    Rule(
-        "Truncated answers",
-        "rollout/truncated_fraction",
-        "above half of the answers, and not a tenth below the start",
-        (Advice("--rollout-max-response-len", "raise --rollout-max-response-len, or reward short answers"),),
-        _truncated,
-    ),
-    Rule(
-        "Engine-trainer gap",
-        "train/train_rollout_logprob_abs_diff",
-        "above 0.1 nats per token",
-        (_TIS, _PRECISION),
-        _log_prob_gap,
-    ),
-    Rule(
-        "Gradient spikes",
-        "train/grad_norm",
-        f"one of the last {WINDOW} above 10 times the median of the run",
-        (
-            Advice("--clip-grad", "lower --clip-grad", lambda settings: setting(settings, "clip_grad") != 0),
-            Advice("--lr", "lower --lr, and read the answers of that step"),
-        ),
-        _gradient_spikes,
-        lambda settings: True,
-    ),
-    Rule(
-        "Flat reward",
-        "rollout/reward",
-        f"{4 * WINDOW} measurements or more that exclude a growth of 0.03, and held-out reward has not grown",
-        (Advice("--lr", "read the best and the worst answers; raise --lr; or choose easier prompts"),),
-        _flat_reward,
-        lambda settings: learns_from_rewards(settings) and not setting(settings, "debug_rollout_only"),
-    ),
+
+def _rule(
+    name: str,
+    metric: str,
+    threshold: str,
+    *advice: Advice,
+    judges: Callable[[Settings], bool] = learns_from_rewards,
+) -> Callable[[Check], Check]:
+    """Add the function below to ``RULES`` as the check of a rule."""
+
+    def add(check: Check) -> Check:
+        RULES.append(Rule(name, metric, threshold, advice, check, judges))
+        return check
+
+    return add
+
+
+@_rule(
+    "Entropy collapse",
+    "train/entropy_loss",
+    "below a tenth of the start, and neither held-out reward nor reward has grown",
+    Advice("--entropy-coef", "raise --entropy-coef", lambda settings: not setting(settings, "entropy_target")),
+    Advice("--rollout-temperature", "raise --rollout-temperature"),
+    _LOWER_RATE,
 )
+def _entropy(curves: Curves) -> Finding | None:
+    ends, gained = curves.ends("train/entropy_loss"), curves.has_gained()
+    if ends is None or gained is None:
+        return None
+    early, now = ends
+    level = 0.0 if gained or early <= 0 else 0.1 * early / max(now, 1e-12)
+    return Finding(level, f"{now:.3g} nats per token, {_times(now, early)} the start's {early:.3g}")
+
+
+@_rule(
+    "Clip fraction",
+    "train/pg_clipfrac",
+    "above 30 % of the tokens",
+    Advice(
+        "--num-steps-per-rollout",
+        "take fewer optimizer steps per iteration",
+        lambda settings: setting(settings, "num_steps_per_rollout") != 1,
+    ),
+    _LOWER_RATE,
+)
+def _clip_fraction(curves: Curves) -> Finding | None:
+    ends = curves.ends("train/pg_clipfrac")
+    return ends and Finding(ends[1] / 0.3, f"{ends[1]:.1%} of the tokens clipped")
+
+
+@_rule(
+    "Importance ratio",
+    "train/is_ratio",
+    "outside 0.8 to 1.25",
+    _TIS,
+    Advice("--async-steps", "lower --async-steps", lambda settings: setting(settings, "async_steps") != 0),
+    _PRECISION,
+)
+def _importance_ratio(curves: Curves) -> Finding | None:
+    ends = curves.ends("train/is_ratio")
+    if ends is None:
+        return None
+    level = abs(math.log(max(ends[1], 1e-12))) / math.log(1.25)
+    return Finding(level, f"a mean ratio trainer / engine of {ends[1]:.3f}")
+
+
+@_rule(
+    "Length without accuracy",
+    "rollout/response_length",
+    "1.5 times the start, and neither held-out reward nor reward has grown",
+    Advice("--loss-aggregation", "read the longest answers; see --loss-aggregation and the reward function"),
+)
+def _length(curves: Curves) -> Finding | None:
+    ends, gained = curves.ends("rollout/response_length"), curves.has_gained()
+    if ends is None or gained is None:
+        return None
+    early, now = ends
+    level = 0.0 if gained else (now - early) / (0.5 * early or math.inf)
+    return Finding(level, f"{now:.0f} tokens, {_times(now, early)} the start's {early:.0f}")
+
+
+@_rule(
+    "Groups without spread",
+    "rollout/zero_std_groups",
+    "above 80 % of the groups, and neither held-out reward nor reward has grown",
+    Advice(
+        "--dynamic-sampling-filter-path",
+        "filter groups without spread (--dynamic-sampling-filter-path)",
+        lambda settings: setting(settings, "dynamic_sampling_filter_path") is None,
+    ),
+    Advice("--n-samples-per-prompt", "choose easier or harder prompts, or more samples per prompt"),
+    judges=_compares_answers,
+)
+def _zero_variance(curves: Curves) -> Finding | None:
+    ends, gained = curves.ends("rollout/zero_std_groups"), curves.has_gained()
+    if ends is None or gained is None:
+        return None
+    # After a gain, groups lack spread because all of their answers are right.
+    return Finding(0.0 if gained else ends[1] / 0.8, f"{ends[1]:.1%} of the groups teach nothing")
+
+
+@_rule(
+    "Truncated answers",
+    "rollout/truncated_fraction",
+    "above half of the answers, and not a tenth below the start",
+    Advice("--rollout-max-response-len", "raise --rollout-max-response-len, or reward short answers"),
+)
+def _truncated(curves: Curves) -> Finding | None:
+    ends = curves.ends("rollout/truncated_fraction")
+    if ends is None:
+        return None
+    early, now = ends  # a tenth is beyond the noise of 10 steps of 64 answers: 0.03 in the difference
+    return Finding(now / 0.5 if now > 0.9 * early else 0.0, f"{now:.1%} of the answers cut at the length limit")
+
+
+@_rule(
+    "Engine-trainer gap",
+    "train/train_rollout_logprob_abs_diff",
+    "above 0.1 nats per token",
+    _TIS,
+    _PRECISION,
+)
+def _log_prob_gap(curves: Curves) -> Finding | None:
+    ends = curves.ends("train/train_rollout_logprob_abs_diff")
+    return ends and Finding(ends[1] / 0.1, f"{ends[1]:.3g} nats per token")
+
+
+@_rule(
+    "Gradient spikes",
+    "train/grad_norm",
+    f"one of the last {WINDOW} above 10 times the median of the run",
+    Advice("--clip-grad", "lower --clip-grad", lambda settings: setting(settings, "clip_grad") != 0),
+    Advice("--lr", "lower --lr, and read the answers of that step"),
+    judges=lambda settings: True,
+)
+def _gradient_spikes(curves: Curves) -> Finding | None:
+    norms = curves.of("train/grad_norm")
+    if len(norms) < 2 * WINDOW:
+        return None
+    newest, usual = max(norms[-WINDOW:]), median(norms)
+    level = newest / (10 * max(usual, 1e-12))
+    return Finding(level, f"a norm of {newest:.3g} among the last {WINDOW}, {_times(newest, usual)} the median")
+
+
+@_rule(
+    "Flat reward",
+    "rollout/reward",
+    f"{4 * WINDOW} measurements or more that exclude a growth of 0.03, and held-out reward has not grown",
+    Advice("--lr", "read the best and the worst answers; raise --lr; or choose easier prompts"),
+    judges=lambda settings: learns_from_rewards(settings) and not setting(settings, "debug_rollout_only"),
+)
+def _flat_reward(curves: Curves) -> Finding | None:
+    rewards = curves.of("rollout/reward")
+    if len(rewards) < 4 * WINDOW or not all(map(math.isfinite, rewards)):
+        return None
+    trend = Trend.of(rewards, most=len(rewards))
+    scale = max(1.0, abs(trend.early), abs(trend.now))
+    most = trend.now - trend.early + 2 * trend.noise
+    excused = curves.has_gained() or (trend.early >= 0.95 and max(rewards) <= 1)
+    level = 0.0 if excused else 0.03 * scale / max(most, 1e-12)
+    return Finding(level, f"a reward of {trend.now:.3g} after {trend.early:.3g}, means of {trend.width}")
 
 
 def verdicts(metrics: MetricsFile, settings: Settings) -> list[Verdict]:

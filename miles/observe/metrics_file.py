@@ -127,14 +127,14 @@ class MetricsFile:
         """
         rows = self.rows_between(first, last)
         if len(rows) <= limit:
-            steps = list(self._steps[rows.start : rows.stop])
-            columns = {name: self.column(name)[rows.start : rows.stop] for name in names}
-            return {"steps": steps, "values": {n: [_or_none(v) for v in c] for n, c in columns.items()}, "exact": True}
+            part = slice(rows.start, rows.stop)
+            values = {name: [six_digits(value) for value in self.column(name)[part]] for name in names}
+            return {"steps": list(self._steps[part]), "values": values, "exact": True}
         count = max(limit // 2, 1)
         bounds = [rows.start + len(rows) * part // count for part in range(count + 1)]
         steps = [self._steps[i] for a, b in zip(bounds, bounds[1:], strict=False) for i in (a, (a + b) // 2)]
         values = {name: _extremes(self.column(name), bounds) for name in names}
-        newest = {name: _or_none(_last(self.column(name)[rows.start : rows.stop])) for name in names}
+        newest = {name: six_digits(_last(self.column(name)[rows.start : rows.stop])) for name in names}
         return {"steps": steps, "values": values, "exact": False, "last": newest}
 
 
@@ -148,7 +148,7 @@ def _extremes(column: Sequence[float], bounds: Sequence[int]) -> list[float | No
             continue
         low, high = min(part), max(part)
         pair = (low, high) if part.index(low) <= part.index(high) else (high, low)
-        extremes += map(_or_none, pair)
+        extremes += map(six_digits, pair)
     return extremes
 
 
@@ -157,7 +157,7 @@ def _last(column: Sequence[float]) -> float:
     return next((value for value in reversed(column) if value == value), math.nan)
 
 
-def _or_none(value: float) -> float | None:
+def six_digits(value: float) -> float | None:
     """Return the value with six significant digits, None for a value that JSON cannot hold."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
 

@@ -215,7 +215,7 @@ class RunView:
                 "tiles": tiles(metrics),
                 "charts": run_charts(metrics, header.settings),
                 "questions": QUESTIONS,
-                "verdicts": [verdict.to_json() for verdict in verdicts(metrics, header.settings)],
+                "verdicts": [asdict(verdict) for verdict in verdicts(metrics, header.settings)],
                 "settings": settings_table(header),
             }
 

@@ -81,12 +81,12 @@ def _halved(rows: Sequence[int], kinds: bytearray) -> list[int]:
 _ERRORS = "backslashreplace"  # a lone surrogate, which UTF-8 cannot hold, becomes its JSON escape
 
 
-def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity; both become null, at any depth."""
+def finite(value: Any) -> Any:
+    """Return ``value`` with null for NaN and infinity, which JSON has not, at any depth."""
     if isinstance(value, Mapping):
-        return {name: _finite(item) for name, item in value.items()}
+        return {name: finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -99,7 +99,7 @@ def dump_line(row: Mapping[str, Any], ascii_only: bool = False) -> str:
     try:
         return json.dumps(dict(row), ensure_ascii=ascii_only, default=str, allow_nan=False) + "\n"
     except ValueError:
-        return json.dumps(_finite(row), ensure_ascii=ascii_only, default=str) + "\n"
+        return json.dumps(finite(row), ensure_ascii=ascii_only, default=str) + "\n"
 
 
 def append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -608,15 +608,6 @@ class RunFiles:
             numbers = {name: math.nan if value is None else value for name, value in row.items()}
             by_step.setdefault(row["step"], {}).update(numbers)
         return [by_step[step] for step in sorted(by_step)]
-
-    def read_samples(self) -> dict[int, list[SampleRecord]]:
-        """Return all stored answers by step. ``SampleFile`` reads one iteration of a large file."""
-        by_rollout: dict[int, list[SampleRecord]] = {}
-        known = {field.name for field in dataclasses.fields(SampleRecord)}
-        for row in read(self._samples, "rollout_id"):
-            record = SampleRecord(**{name: value for name, value in row.items() if name in known})
-            by_rollout.setdefault(row["rollout_id"], []).append(record)
-        return by_rollout
 
     def drop_from(self, step: int) -> int | None:
         """Forget this step and all later ones, which the resumed run repeats; give the last step that is left."""

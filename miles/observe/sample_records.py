@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -102,6 +102,7 @@ def token_columns_of(loss: LossArguments, steps: int) -> tuple[str, ...]:
     return tuple(columns)
 
 
+@dataclass
 class SampleRecorder:
     """Makes the records of one iteration after another, of at most ``max_bytes`` as rows over the whole run.
 
@@ -109,39 +110,28 @@ class SampleRecorder:
     leaves its unused bytes to the next. If not everything fits, whole groups are chosen, spread evenly over the
     iteration; if no group fits, answers of the first without their tokens.
 
-    Args:
+    Attributes:
         tokenizer: Gives the text of each token.
         max_bytes: The bound; 0 stores nothing.
         num_iterations: How many iterations the run has.
         steps_per_iteration: Optimizer steps per iteration.
         advantage_by_sample: Whether phase 1 gives the advantage; otherwise the trainer makes it, and none is stored.
         token_values: How many records of an iteration the trainer completes; ``ALL``: all.
-        token_columns: The columns of these records.
+        token_columns: The columns of these records; without some, the trainer completes none.
         thumbnails: Returns those of a prompt's images, of which so many tokens are the prompt's.
     """
 
-    def __init__(
-        self,
-        tokenizer: TokenDecoder,
-        *,
-        max_bytes: int,
-        num_iterations: int,
-        steps_per_iteration: int,
-        advantage_by_sample: bool,
-        token_values: int = 0,
-        token_columns: tuple[str, ...] = (),
-        thumbnails: Callable[[PromptImages, int], list[str]] | None = None,
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._max_bytes = max_bytes
-        self._num_iterations = num_iterations
-        self._steps_per_iteration = steps_per_iteration
-        self._advantage_by_sample = advantage_by_sample
-        self._token_values = token_values if token_columns else 0
-        self._token_columns = token_columns
-        self._thumbnails = thumbnails
-        self._texts: dict[int, str] = {}
-        self._spent: int | None = None
+    tokenizer: TokenDecoder
+    _: KW_ONLY
+    max_bytes: int
+    num_iterations: int
+    steps_per_iteration: int
+    advantage_by_sample: bool
+    token_values: int = 0
+    token_columns: tuple[str, ...] = ()
+    thumbnails: Callable[[PromptImages, int], list[str]] | None = None
+    _texts: dict[int, str] = field(default_factory=dict)
+    _spent: int | None = None
 
     def record(
         self, iteration: int, groups: Sequence[PromptGroup], shards_by_rank: Sequence[Sequence[TrainShard]]
@@ -153,16 +143,17 @@ class SampleRecorder:
             groups: Its scored groups.
             shards_by_rank: For each token rank its shards, one per optimizer step.
         """
-        if self._max_bytes == 0:
+        if self.max_bytes == 0:
             return StoredSamples([])
         if self._spent is None:  # a resumed run: what came before had at most its share
-            self._spent = self._max_bytes * iteration // self._num_iterations
-        room = self._max_bytes * (iteration + 1) // self._num_iterations - self._spent
-        weighings = _weighings(shards_by_rank, iteration * self._steps_per_iteration + 1)
-        step = (iteration + 1) * self._steps_per_iteration
+            self._spent = self.max_bytes * iteration // self.num_iterations
+        room = self.max_bytes * (iteration + 1) // self.num_iterations - self._spent
+        weighings = _weighings(shards_by_rank, iteration * self.steps_per_iteration + 1)
+        step = (iteration + 1) * self.steps_per_iteration
         group_records: dict[int, list[SampleRecord]] = {}
         group_locations: dict[int, dict[int, Place]] = {}  # of the chosen records of a group, by their position in it
-        wanted = sum(len(group.samples) for group in groups) if self._token_values == ALL else self._token_values
+        wanted = sum(len(group.samples) for group in groups) if self.token_values == ALL else self.token_values
+        wanted = wanted if self.token_columns else 0
         for number, position in enumerate(spread_order(len(groups))):
             known = list(_known(groups[position], weighings))
             records = [self._record(sample, weighing) for sample, weighing in known]
@@ -179,7 +170,7 @@ class SampleRecorder:
         if not group_records and groups:
             group_records[0] = list(self._cut_to_fit(groups[0], weighings, step, room))
             self._spent += _size(group_records[0], step)
-        stored = StoredSamples([], columns=self._token_columns)
+        stored = StoredSamples([], columns=self.token_columns)
         for position in sorted(group_records):
             begin = len(stored.records)
             stored.places.update({begin + i: place for i, place in group_locations.get(position, {}).items()})
@@ -188,12 +179,12 @@ class SampleRecorder:
 
     def _reserved(self, sample: Sample) -> int:
         """Return the bytes that the trainer's columns of a sample take at most."""
-        names = sum(len(f', "{name}": []') for name in self._token_columns)
-        return names + VALUE_BYTES * len(self._token_columns) * sample.response_length
+        names = sum(len(f', "{name}": []') for name in self.token_columns)
+        return names + VALUE_BYTES * len(self.token_columns) * sample.response_length
 
     def _record(self, sample: Sample, weighing: _Weighing | None) -> SampleRecord:
         """Return the record of a sample. One that its step leaves out has a mask of 0 and no weight."""
-        prompt, thumbnails = sample.prompt, self._thumbnails
+        prompt, thumbnails = sample.prompt, self.thumbnails
         images = None
         if prompt.images is not None and thumbnails is not None:
             images = thumbnails(prompt.images, len(prompt.token_ids))
@@ -217,14 +208,14 @@ class SampleRecorder:
         return replace(
             record,
             train_step=weighing.train_step,
-            advantage=_rounded(weighing.advantage, 7) if self._advantage_by_sample else None,
+            advantage=_rounded(weighing.advantage, 7) if self.advantage_by_sample else None,
             denominator=weighing.denominator,
             trajectories=weighing.trajectories,
         )
 
     def _text(self, token: int) -> str:
         if token not in self._texts:
-            self._texts[token] = str(self._tokenizer.decode([token], skip_special_tokens=False))
+            self._texts[token] = str(self.tokenizer.decode([token], skip_special_tokens=False))
         return self._texts[token]
 
     def _cut_to_fit(

@@ -15,10 +15,12 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, cast
+from unittest.mock import patch
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import psutil
@@ -261,19 +263,22 @@ def check_mlflow(tracking: TrackingArguments) -> None:
     uri = tracking.mlflow_tracking_uri or mlflow.get_tracking_uri()
     if not uri.startswith(("http://", "https://")):
         return
-    retries = os.environ.get(_MLFLOW_RETRIES)
-    os.environ[_MLFLOW_RETRIES] = retries or "0"
-    try:
+    what_to_do = "check --mlflow-tracking-uri (MLFLOW_TRACKING_URI) and the network, or leave --use-mlflow out"
+    with (
+        _failing_with("--use-mlflow: the MLflow server", [uri], what_to_do),
+        patch.dict(os.environ, {_MLFLOW_RETRIES: os.environ.get(_MLFLOW_RETRIES) or "0"}),
+    ):
         mlflow.MlflowClient(tracking_uri=uri).get_experiment_by_name(tracking.mlflow_experiment)
+
+
+@contextmanager
+def _failing_with(service: str, secrets: Collection[str], what_to_do: str) -> Iterator[None]:
+    """Turn whatever a service raises into one sentence, a ``ValueError`` without ``secrets``."""
+    try:
+        yield
     except Exception as error:
-        cause = one_line(hide_in_text(str(error), [uri]), 2 * CAUSE_LENGTH).strip().rstrip(".")
-        raise ValueError(
-            f"--use-mlflow: the MLflow server cannot be used ({cause}); check --mlflow-tracking-uri "
-            "(MLFLOW_TRACKING_URI) and the network, or leave --use-mlflow out"
-        ) from error
-    finally:
-        if retries is None:
-            del os.environ[_MLFLOW_RETRIES]
+        cause = one_line(hide_in_text(str(error), secrets), 2 * CAUSE_LENGTH).strip().rstrip(".")
+        raise ValueError(f"{service} cannot be used ({cause}); {what_to_do}") from error
 
 
 class ServiceSink:
@@ -341,13 +346,9 @@ def check_swanlab(tracking: TrackingArguments) -> None:
         return
     if settings.api_key is None:
         raise InputError(f"--report-to swanlab: no API key; set SWANLAB_API_KEY, run swanlab login, {offline}")
-    try:
+    what_to_do = f"check SWANLAB_API_KEY and the network, {offline}"
+    with _failing_with("--report-to swanlab: SwanLab", [settings.api_key], what_to_do):
         swanlab.login(api_key=settings.api_key)
-    except Exception as error:
-        cause = one_line(hide_in_text(str(error), [settings.api_key]), CAUSE_LENGTH).strip().rstrip(".")
-        raise ValueError(
-            f"--report-to swanlab: SwanLab cannot be used ({cause}); check SWANLAB_API_KEY and the network, {offline}"
-        ) from error
 
 
 def mlflow_name(name: str) -> str:
@@ -656,33 +657,33 @@ LONGEST_TEXT = 1000
 Event = Literal["end", "failure", "unhealthy"]
 
 
+@dataclass(frozen=True)
 class Notifier:
     """Post one JSON object per event: ``{"event": …, "run": …, "text": …}``.
 
     ``text`` is a sentence for people, which names the run; chat services show it. An address that cannot be reached
     does not stop a run.
 
-    Args:
+    Attributes:
         url: The address; None sends nothing. It may hold a token, so it is never printed.
         run: The output folder of the run.
         secrets: Texts that must not be sent.
     """
 
-    def __init__(self, url: str | None, run: str, secrets: Collection[str] = ()) -> None:
-        self._url = url
-        self._run = run
-        self._secrets = secrets
+    url: str | None
+    run: str
+    secrets: Collection[str] = ()
 
     def send(self, event: Event, what: str) -> None:
         """Post an event. Raises nothing: a note reports a failure."""
-        if self._url is None:
+        if self.url is None:
             return
         try:
             import httpx  # lazily: most runs need none
 
-            text = hide_in_text(f"{self._run}: {what}", self._secrets)[:LONGEST_TEXT]
-            body = {"event": event, "run": _encodable(self._run), "text": _encodable(text)}
-            answer = httpx.post(self._url, json=body, timeout=SECONDS)
+            text = hide_in_text(f"{self.run}: {what}", self.secrets)[:LONGEST_TEXT]
+            body = {"event": event, "run": _encodable(self.run), "text": _encodable(text)}
+            answer = httpx.post(self.url, json=body, timeout=SECONDS)
             fault = None if answer.is_success else f"status {answer.status_code}"
         except Exception as error:  # the run, or the error that ended it, matters more
             fault = type(error).__name__

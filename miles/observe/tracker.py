@@ -12,7 +12,7 @@ from types import TracebackType
 from miles.base.disk_faults import WriteFailed, disk_fault, naming_disk
 from miles.base.text import one_line
 from miles.config.tracking import TrackingArguments
-from miles.observe.console import ConsoleSink, Details, JsonSink, RunOutput
+from miles.observe.console import ConsoleSink, Details, JsonSink
 from miles.observe.run_files import CONFIG, TENSORBOARD, RunFiles, RunHeader, RunIdentity, SampleRecord
 from miles.observe.sinks import (
     MlflowSink,
@@ -84,7 +84,7 @@ class Tracker:
         self._service = ServiceSink(tracking, header) if tracking.report_to is not None else None
         self._sinks: list[Sink] = [each for each in (self._mlflow, self._service) if each is not None]
         output = JsonSink if tracking.log_format == "json" else ConsoleSink
-        self._console: RunOutput = output(header, tracking.output_dir)
+        self._console = output(header, tracking.output_dir)
         self._sinks.append(self._console)
         self._further = further
         self._tensorboard: TensorBoardSink | None = None  # until the run begins

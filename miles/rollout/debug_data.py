@@ -36,13 +36,8 @@ if TYPE_CHECKING:
     from miles.types.images import PromptImages
 
 _SAMPLE_FIELDS = (
-    "trajectory_id",
-    "response_ids",
-    "response",
-    "loss_mask",
-    "rollout_log_probs",
-    "reward",
-    "weight_versions",
+    *("trajectory_id", "response_ids", "response", "loss_mask", "rollout_log_probs"),
+    *("reward", "weight_versions"),
 )
 _PROMPT_FIELDS = ("text", "label", "metadata", "source", "prompt_set")
 _GROUP_KEYS = {"group_index", "prompt", "samples", "dropped_trajectories", "baseline_reward", "baseline_tokens"}
@@ -170,20 +165,14 @@ def _encode_sample(sample: Sample, group: PromptGroup) -> dict[str, Any]:
         record["teacher_log_probs"] = sample.teacher_log_probs
     if sample.reward_parts:
         record["reward_parts"] = sample.reward_parts
-    if sample.support is not None:
-        record["support"] = _encode_support(sample.support)
-    if sample.experts is not None:
-        record["experts"] = _encode_experts(sample.experts)
+    if (sets := sample.support) is not None:
+        packed = {"bits": base64.b64encode(sets.bits.tobytes()).decode()}
+        columns = {"vocab_size": sets.vocab_size, "sizes": sets.sizes.tolist(), "ids": sets.ids.tolist()}
+        record["support"] = columns | packed
+    if (experts := sample.experts) is not None:
+        numbers = base64.b64encode(experts.tobytes()).decode()
+        record["experts"] = {"shape": list(experts.shape), "dtype": experts.dtype.name, "numbers": numbers}
     return record if sample.prompt == group.prompt else record | {"prompt": _encode_prompt(sample.prompt)}
-
-
-def _encode_support(support: TokenSets) -> dict[str, Any]:
-    return {
-        "vocab_size": support.vocab_size,
-        "sizes": support.sizes.tolist(),
-        "ids": support.ids.tolist(),
-        "bits": base64.b64encode(support.bits.tobytes()).decode(),
-    }
 
 
 def _decode(line: bytes, vocab_size: int | None) -> PromptGroup:
@@ -262,6 +251,7 @@ def _decode_sample(record: dict[str, Any], group: PromptGroup, end: int) -> Samp
         record = record | {"trajectory_id": record["rollout_id"]}
         del record["rollout_id"]
     _check_keys(record, _SAMPLE_KEYS, "it")
+    parts = _object(record.get("reward_parts", {}), "reward_parts")
     sample = Sample(
         prompt=_decode_prompt(_object(record["prompt"], "prompt"), end) if "prompt" in record else group.prompt,
         group_index=group.group_index,
@@ -273,7 +263,7 @@ def _decode_sample(record: dict[str, Any], group: PromptGroup, end: int) -> Samp
         teacher_log_probs=_log_probs(record.get("teacher_log_probs", []), "teacher_log_probs"),
         status=SampleStatus(record["status"]),
         reward=_numbers([record["reward"]], "reward")[0],
-        reward_parts=_reward_parts(record.get("reward_parts", {})),
+        reward_parts=dict(zip(parts, _numbers(list(parts.values()), "reward_parts"), strict=True)),
         weight_versions=_integers(record["weight_versions"], "weight_versions", NO_WEIGHTS, _LARGEST),
         support=_decode_support(_object(record["support"], "support"), end) if "support" in record else None,
         experts=_decode_experts(_object(record["experts"], "experts")) if "experts" in record else None,
@@ -297,11 +287,6 @@ def _decode_support(record: dict[str, Any], end: int) -> TokenSets:
     return sets
 
 
-def _encode_experts(experts: np.ndarray) -> dict[str, Any]:
-    packed = base64.b64encode(experts.tobytes()).decode()
-    return {"shape": list(experts.shape), "dtype": experts.dtype.name, "numbers": packed}
-
-
 def _decode_experts(record: dict[str, Any]) -> np.ndarray:
     shape = _integers(record["shape"], "shape of experts", 0, _LARGEST)
     kinds = {"uint8": np.uint8, "int16": np.int16}
@@ -316,11 +301,6 @@ def _object(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{name} is of type {type(value).__name__}, not an object")
     return value
-
-
-def _reward_parts(value: Any) -> dict[str, float]:
-    parts = _object(value, "reward_parts")
-    return dict(zip(parts, _numbers(list(parts.values()), "reward_parts"), strict=True))
 
 
 def _list(value: Any, name: str) -> list[Any]:

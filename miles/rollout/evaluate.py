@@ -63,7 +63,7 @@ async def _evaluate_set(eval_set: EvalSet, tools: GroupTools, seed: int) -> tupl
     produced = await gather_or_cancel(produce_group(group, tools, spec) for group in drawn)
     groups = [p.group for p in produced]
     samples = [sample for group in groups for sample in group.samples]
-    rewards = [value for group in groups for value in group.rewards]
+    rewards = [value for group in groups for value in group.trajectory_rewards]
     metrics = {
         "reward": Metric.mean(rewards),
         **({"accuracy": Metric.mean(rewards)} if {*rewards} <= {0.0, 1.0} else {}),

@@ -29,7 +29,6 @@ class GroupFilter(Protocol):
 
     def __call__(self, group: PromptGroup) -> FilterDecision | bool:
         """Return whether to keep ``group``."""
-        ...
 
 
 def check_reward_nonzero_std(group: PromptGroup) -> FilterDecision:

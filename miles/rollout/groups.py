@@ -32,11 +32,9 @@ class Detokenizer(Protocol):
 
     def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> Any:
         """Return the text of one sequence: a list of integers, or an array of them."""
-        ...
 
     def __hash__(self) -> int:
         """Return the hash, which caches need."""
-        ...
 
 
 def answer_text(
@@ -90,7 +88,6 @@ class GroupGenerator(Protocol):
 
         Trajectory k has ``trajectory_id = group_index * n_samples + k``.
         """
-        ...
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from miles.base.threads import gather_or_cancel
 from miles.base.user_code import load_function, user_code_in_thread
-from miles.config.flags_view import flags_view
+from miles.config.functions import flags_view
 from miles.config.rollout import RolloutArguments
 from miles.config.settings import Settings
 from miles.engine.base import Engine
@@ -224,7 +224,7 @@ def _sample(columns: Mapping[str, Sequence[Any]], row: int, owner: Sample, path:
 #
 # In this order: samples that are not trained on are marked, all samples are shown, metrics are logged, and samples are
 # replaced by the samples to train on. Each function is given ``args``, the settings by their flags' names
-# (``miles/config/flags_view.py``), and samples in groups.
+# (``miles/config/functions.py``), and samples in groups.
 
 
 FILTER = "--rollout-sample-filter-path"
@@ -233,7 +233,11 @@ LOG = "--custom-rollout-log-function-path"
 
 
 class IterationHooks:
-    """The functions that a run calls on each iteration; none of them by default."""
+    """The functions that a run calls on each iteration; none of them by default.
+
+    Attributes:
+        is_idle: Whether there is nothing to do.
+    """
 
     def __init__(self, settings: Settings, source: Any = None) -> None:
         """Import the functions. ``source`` is the source of prompts, which one of them is given.
@@ -252,15 +256,8 @@ class IterationHooks:
         self._log = _load(self._log_path, LOG)
         self._convert_path = rollout.custom_convert_samples_to_train_data_path
         self._convert = _load(self._convert_path, CONVERT)
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether there is nothing to do."""
-        return not (self._removes_samples or self._process or self._log or self._convert)
-
-    @property
-    def _removes_samples(self) -> bool:
-        return self._filter is not None or self._drops_zero_rewards or self._drops_truncated
+        self._removes_samples = self._filter is not None or self._drops_zero_rewards or self._drops_truncated
+        self.is_idle = not (self._removes_samples or self._process or self._log or self._convert)
 
     def apply(self, iteration: int, scored: ScoredGroups, seconds: float) -> ScoredGroups:
         """Return the iteration as the functions leave it.
@@ -280,13 +277,14 @@ class IterationHooks:
         if self._process is not None:
             everything = scored.generated or scored.groups
             self._process(self._args, [group.samples for group in everything], self._source)
-        if self._log is not None:
-            metrics = self._logged(iteration, scored.groups, metrics, seconds)
         groups = scored.groups
+        samples = [sample for group in groups for sample in group.samples]
+        if (log := self._log) is not None:
+            name = f"{LOG} {self._log_path}"
+            metrics = with_own_metrics(metrics, lambda extra: log(iteration, self._args, samples, extra, seconds), name)
         if self._convert is not None:
             assert self._convert_path is not None
-            columns = self._convert(self._args, [sample for group in groups for sample in group.samples])
-            groups = converted_groups(columns, groups, self._convert_path)
+            groups = converted_groups(self._convert(self._args, samples), groups, self._convert_path)
         return replace(scored, groups=groups, metrics=metrics)
 
     def _remove(self, groups: Sequence[PromptGroup]) -> int:
@@ -303,27 +301,11 @@ class IterationHooks:
             if self._drops_truncated and sample.status is SampleStatus.TRUNCATED:
                 sample.remove_sample = True
             removed += sample.remove_sample
-            self._check(sample)
+            try:
+                sample.check()
+            except ValueError as error:
+                raise ValueError(f"{FILTER} {self._filter_path}: {error}") from None
         return removed
-
-    def _check(self, sample: Sample) -> None:
-        try:
-            sample.check()
-        except ValueError as error:
-            raise ValueError(f"{FILTER} {self._filter_path}: {error}") from None
-
-    def _logged(
-        self, iteration: int, groups: Sequence[PromptGroup], metrics: dict[str, Metric], seconds: float
-    ) -> dict[str, Metric]:
-        """Return the metrics as the function leaves them (``with_own_metrics``)."""
-        log = self._log
-        assert log is not None
-        samples = [sample for group in groups for sample in group.samples]
-        return with_own_metrics(
-            metrics,
-            lambda extra: log(iteration, self._args, samples, extra, seconds),
-            f"{LOG} {self._log_path}",
-        )
 
 
 def _load(path: str | None, flag: str) -> Callable[..., Any] | None:
@@ -362,7 +344,6 @@ class RolloutFunction(Protocol):
 
     async def __call__(self, iteration: int, tools: RolloutTools) -> list[PromptGroup] | ScoredGroups:
         """Return the groups of ``iteration``, counted from 0."""
-        ...
 
 
 class FunctionCollector(GroupCollector):
@@ -383,12 +364,10 @@ class FunctionCollector(GroupCollector):
             Exception: Whatever the function raises.
         """
         answer: Any = await self._function(iteration, self._tools)
-        groups = answer.groups if isinstance(answer, ScoredGroups) else answer
-        self._check(groups, iteration)
-        metrics = rollout_metrics(groups, groups, 0, self._tools.reward.log_passrate)
-        if isinstance(answer, ScoredGroups):
-            return ScoredGroups(groups, metrics | answer.metrics, answer.generated)
-        return ScoredGroups(groups, metrics)
+        scored = answer if isinstance(answer, ScoredGroups) else ScoredGroups(answer, {})
+        self._check(scored.groups, iteration)
+        metrics = rollout_metrics(scored.groups, scored.groups, 0, self._tools.reward.log_passrate)
+        return replace(scored, metrics=metrics | scored.metrics)
 
     def _check(self, groups: Any, iteration: int) -> None:
         at = f"{_ROLLOUT} {self._path}: iteration {iteration}"
@@ -444,7 +423,6 @@ class EvaluationFunction(Protocol):
 
     async def __call__(self, args: SimpleNamespace, tools: EvaluationTools) -> Mapping[str, float]:
         """Return the metrics. ``args`` are the settings, by their flags' names."""
-        ...
 
 
 def as_metrics(result: Any, path: str) -> dict[str, Metric]:
@@ -483,11 +461,8 @@ def evaluation_of(settings: Settings, eval_sets: list[EvalSet], tools: GroupTool
         return {name: metric.value for name, metric in metrics.items()}
 
     async def call(version: int) -> dict[str, Metric]:
-        result = await function(
-            args,
-            EvaluationTools(version, eval_sets, evaluate_sets, tools.engine, tools.tokenizer, tools.reward_function),
-        )
-        return as_metrics(result, path)
+        parts = (tools.engine, tools.tokenizer, tools.reward_function)
+        return as_metrics(await function(args, EvaluationTools(version, eval_sets, evaluate_sets, *parts)), path)
 
     return call
 

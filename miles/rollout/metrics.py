@@ -5,14 +5,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import comb
 from numbers import Real
-from statistics import stdev
+from statistics import fmean, stdev
 from typing import Any
 
 from miles.rollout.filters import has_reward_spread
 from miles.tasks.data.stream import TrainingStream
 from miles.tasks.rewards.registry import passes_of
 from miles.types.metrics import Metric
-from miles.types.sample import NO_WEIGHTS, PromptGroup, Sample, SampleStatus
+from miles.types.sample import NO_WEIGHTS, PromptGroup, Sample, SampleStatus, in_trajectories
 
 
 def rollout_metrics(
@@ -21,9 +21,10 @@ def rollout_metrics(
     """Return the metrics ``rollout/…`` of one iteration.
 
     Args:
-        groups: The groups that are trained on. They give reward, reward_parts/NAME, metrics of each set of a mixture,
-            reward_std (unbiased, within a group, averaged over groups), the lengths of prompts and responses in
-            tokens, the truncated and aborted fractions, and greedy_reward if greedy responses were generated.
+        groups: The groups that are trained on. Their trajectories give reward, reward_parts/NAME and reward_std
+            (unbiased, within a group, averaged over groups), their samples the lengths of prompts and responses in
+            tokens, and the truncated and aborted fractions. There are also metrics of each set of a mixture, and
+            greedy_reward if greedy responses were generated.
         generated: All groups, so that a filter does not bias zero_std_groups (a fraction), pass@k and tokens (a total,
             of greedy responses too).
         reward_errors: Samples that the reward function failed on. dropped_trajectories counts those that kept groups
@@ -31,13 +32,14 @@ def rollout_metrics(
         log_passrate: Whether to report pass@k.
     """
     samples = [sample for group in groups for sample in group.samples]
+    by_group = [group.trajectory_rewards for group in groups]
     scored = [group for group in generated if group.samples]  # others have no rewards
     tokens = sum(len(sample.response_ids) for group in scored for sample in group.samples)
     metrics = {
-        "reward": Metric.mean(reward for group in groups for reward in group.rewards),
+        "reward": Metric.mean(reward for rewards in by_group for reward in rewards),
         **reward_part_metrics(samples),
         **prompt_set_metrics(groups),
-        "reward_std": Metric.mean(stdev(group.rewards) if has_reward_spread(group) else 0.0 for group in groups),
+        "reward_std": Metric.mean(stdev(rewards) if len({*rewards}) > 1 else 0.0 for rewards in by_group),
         "prompt_length": Metric.mean(len(s.prompt.token_ids) for s in samples),
         **response_metrics(samples),
         "zero_std_groups": Metric.mean(not has_reward_spread(group) for group in scored),
@@ -63,7 +65,7 @@ def leave_out_mastered(prompts: TrainingStream, rate: float) -> Callable[[Prompt
 
     def look_at(group: PromptGroup) -> None:
         passed = passes_of(group)
-        if sum(passed) >= rate * len(passed):
+        if sum(passed) / len(passed) >= rate:  # a product may round up: 0.55 * 20 is more than 11
             prompts.leave_out(group.group_index)
 
     return look_at
@@ -84,12 +86,12 @@ def response_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
 
 
 def reward_part_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
-    """Return ``reward_parts/NAME``: means of the parts of a weighted sum, over the samples that have them."""
-    names = dict.fromkeys(name for sample in samples for name in sample.reward_parts)
-    return {
-        f"reward_parts/{name}": Metric.mean(s.reward_parts[name] for s in samples if name in s.reward_parts)
-        for name in names
-    }
+    """Return ``reward_parts/NAME``: means of the parts of a weighted sum, over the trajectories that have them."""
+    parts: dict[str, list[float]] = {}
+    for trajectory in in_trajectories(sample for sample in samples if sample.reward_parts):
+        for name in trajectory[0].reward_parts:
+            parts.setdefault(name, []).append(fmean(sample.reward_parts[name] for sample in trajectory))
+    return {f"reward_parts/{name}": Metric.mean(values) for name, values in parts.items()}
 
 
 def prompt_set_metrics(all_groups: Sequence[PromptGroup]) -> dict[str, Metric]:
@@ -98,7 +100,7 @@ def prompt_set_metrics(all_groups: Sequence[PromptGroup]) -> dict[str, Metric]:
     for name in dict.fromkeys(group.prompt.prompt_set for group in all_groups if group.prompt.prompt_set):
         groups = [group for group in all_groups if group.prompt.prompt_set == name]
         metrics[f"prompts/{name}"] = Metric(len(groups))
-        metrics[f"reward/{name}"] = Metric.mean(reward for group in groups for reward in group.rewards)
+        metrics[f"reward/{name}"] = Metric.mean(reward for group in groups for reward in group.trajectory_rewards)
         lengths = (len(sample.response_ids) for group in groups for sample in group.samples)
         metrics[f"response_length/{name}"] = Metric.mean(lengths)
     return metrics

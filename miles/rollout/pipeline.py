@@ -10,10 +10,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,8 @@ from miles.base.profiling import waiting
 from miles.base.threads import in_thread
 from miles.base.tokenizer import load_tokenizer
 from miles.base.user_code import user_code_in_thread
-from miles.config.flags_view import flags_view
+from miles.config.functions import flags_view
+from miles.config.inputs import load_training_prompts
 from miles.config.model import local_vocab_size
 from miles.config.rollout import RolloutArguments
 from miles.config.settings import Settings
@@ -44,9 +46,10 @@ from miles.rollout.metrics import leave_out_mastered, staleness_metrics
 from miles.rollout.ordering import LeftoverGroups, OrderingRule, Overlap, RolloutGate, Start
 from miles.rollout.producer import GroupProducer, start_producer
 from miles.rollout.stream_collector import StreamCollector
-from miles.rollout.supply import build_supply, iterations_of
 from miles.rollout.workers.pool import InterruptibleWorkers, StartWorker
-from miles.tasks.data.stream import TrainingStream
+from miles.tasks.data.custom_source import CustomStream
+from miles.tasks.data.prompts import RowReader
+from miles.tasks.data.stream import CurriculumStream, Mixture, NamedSet, PromptStream, TrainingStream, load_curriculum
 from miles.types.metrics import Metric
 from miles.types.weights import WeightChunk
 
@@ -65,47 +68,35 @@ class CollectedIteration:
         return self.scored.metrics | self.load
 
 
+@dataclass
 class RolloutPipeline:
     """Collects iterations, evaluates, and loads weights into the engine, in one process and one event loop.
 
     Calls may overlap: under ``--async-steps`` iterations are collected while weights arrive and checkpoints are saved.
 
-    Args:
+    Attributes:
         tokenizer: The model's.
         producer: Produces the groups; the pipeline's owner closes it.
         collector: Collects the groups of an iteration.
         stream: The prompts to train on, if there are any.
         evaluation: Returns the metrics of all evaluation sets, given a version of the weights; None without an engine.
         rollout: The flags of rollouts.
-        reads_samples: Whether the samples are read, and not generated.
+        rule: When iterations are generated.
         num_iterations: How many iterations the run has.
         hooks: The user's functions on each iteration.
     """
 
-    def __init__(
-        self,
-        *,
-        tokenizer: Any,
-        producer: GroupProducer,
-        collector: GroupCollector,
-        stream: TrainingStream | None,
-        evaluation: Evaluation | None,
-        rollout: RolloutArguments,
-        reads_samples: bool,
-        num_iterations: int,
-        hooks: IterationHooks,
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.producer = producer
-        self.num_iterations = num_iterations
-        self._collector = collector
-        self._stream = stream
-        self._evaluation = evaluation
-        self._rollout = rollout
-        self._rule = OrderingRule.from_flags(rollout, reads_samples)
-        self._hooks = None if hooks.is_idle else hooks
-        self._gate = RolloutGate()
-        self._positions: dict[int, dict[str, Any]] = {}  # in the prompts, before each iteration in progress
+    tokenizer: Any
+    producer: GroupProducer
+    collector: GroupCollector
+    stream: TrainingStream | None
+    evaluation: Evaluation | None
+    rollout: RolloutArguments
+    rule: OrderingRule
+    num_iterations: int
+    hooks: IterationHooks
+    _gate: RolloutGate = field(default_factory=RolloutGate)
+    _positions: dict[int, dict[str, Any]] = field(default_factory=dict)  # before each iteration in progress
 
     @asynccontextmanager
     async def collecting(self, start: Start) -> AsyncIterator[CollectedIteration]:
@@ -114,42 +105,42 @@ class RolloutPipeline:
         The next iteration starts when the block is left: converting the groups belongs into the block.
         """
         async with self._gate.collecting(start):
-            oldest = start.iteration - self._rule.max_staleness  # the oldest that the launcher may still ask for
+            oldest = start.iteration - self.rule.max_staleness  # the oldest that the launcher may still ask for
             self._positions = {i: position for i, position in self._positions.items() if i >= oldest}
-            self._positions[start.iteration] = self._collector.state()
+            self._positions[start.iteration] = self.collector.state()
             began = time.perf_counter()
             scored = await self._collect(start.iteration)
             load = {} if self.producer.load is None else self.producer.load.metrics()
-            prompts_after = self._collector.state()
-            if self._rollout.save_debug_rollout_data is not None:
-                path = self._rollout.save_debug_rollout_data
+            prompts_after = self.collector.state()
+            if self.rollout.save_debug_rollout_data is not None:
+                path = self.rollout.save_debug_rollout_data
                 await in_thread(save_rollout, path, start.iteration, scored.groups)
-            if self._hooks is not None:  # in a thread, so that the engine continues meanwhile
+            if not self.hooks.is_idle:  # in a thread, so that the engine continues meanwhile
                 seconds = time.perf_counter() - began
-                scored = await user_code_in_thread(self._hooks.apply, start.iteration, scored, seconds)
+                scored = await user_code_in_thread(self.hooks.apply, start.iteration, scored, seconds)
             yield CollectedIteration(scored, prompts_after, load)
 
     async def _collect(self, iteration: int) -> ScoredGroups:
         began = time.perf_counter()
         weights: Mapping[str, float] = {}
-        if self._stream is not None:
-            self._stream.start(iteration)
-            weights = self._stream.weights
-        scored = await self._collector.collect(iteration)
-        if self._stream is not None:
-            self._stream.record(iteration, scored.generated or scored.groups)
+        if self.stream is not None:
+            self.stream.start(iteration)
+            weights = self.stream.weights
+        scored = await self.collector.collect(iteration)
+        if self.stream is not None:
+            self.stream.record(iteration, scored.generated or scored.groups)
         metrics = scored.metrics | {f"rollout/prompt_weight/{name}": Metric(w) for name, w in weights.items()}
-        if self._rule.generates_stale_tokens:
+        if self.rule.generates_stale_tokens:
             metrics = metrics | staleness_metrics(scored.groups, iteration)
-        if self._rule.overlap is not Overlap.SYNCHRONOUS:  # otherwise it is the launcher's time/generate
+        if self.rule.overlap is not Overlap.SYNCHRONOUS:  # otherwise it is the launcher's time/generate
             metrics = metrics | {"time/rollout": Metric(time.perf_counter() - began)}
         return replace(scored, metrics=metrics)
 
     async def evaluate(self) -> dict[str, Metric]:
         """Return the metrics of every evaluation set under the engine's weights."""
-        assert self._evaluation is not None, "evaluation generates, so there is an engine"
+        assert self.evaluation is not None, "evaluation generates, so there is an engine"
         async with self._gate.evaluating():
-            return await self._evaluation(self._gate.version)
+            return await self.evaluation(self._gate.version)
 
     async def update_weights(
         self, chunks: Iterable[WeightChunk] | None, version: int, after: int | None = None
@@ -167,7 +158,7 @@ class RolloutPipeline:
             if engine is not None and chunks is not None:
                 with waiting("update weights"):
                     await engine.update_weights(chunks, version)
-            self._collector.weights_changed(version)
+            self.collector.weights_changed(version)
         return time.perf_counter() - began
 
     def state(self, iterations_done: int) -> dict[str, Any]:
@@ -175,20 +166,68 @@ class RolloutPipeline:
 
         That iteration may be in progress already, or complete.
         """
-        return self._positions.get(iterations_done) or self._collector.state()
+        return self._positions.get(iterations_done) or self.collector.state()
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint's position in the prompts."""
-        if self._stream is not None and state:
-            self._stream.restore(state)
+        if self.stream is not None and state:
+            self.stream.restore(state)
 
     def progress(self) -> tuple[int, int] | None:
         """Return how many groups of the iteration in progress are ready, and of how many; None if that is not known."""
-        return self._collector.progress
+        return self.collector.progress
 
     def save_tokenizer(self, folder: str) -> None:
         """Add the tokenizer to a Hugging Face export, and the processor of a model that reads images."""
         save_tokenizer(self.tokenizer, folder)
+
+
+@dataclass(frozen=True)
+class Supply:
+    """The prompts of a run.
+
+    Attributes:
+        stream: Draws them; None if there are none to train on.
+        num_prompts: How many make a pass; 0 if that is not known.
+    """
+
+    stream: TrainingStream | None = None
+    num_prompts: int = 0
+
+
+def build_supply(settings: Settings, tokenizer: Any) -> Supply:
+    """Load what ``--prompt-data``, ``--prompt-mix`` or ``--data-source-path`` names.
+
+    Raises:
+        ValueError: A row is malformed, or the source or the curriculum cannot be imported.
+    """
+    data, rollout = settings.data, settings.rollout
+    if data.data_source_path is not None:
+        reader = RowReader(data, tokenizer, reward=settings.reward, max_context_len=rollout.rollout_max_context_len)
+        return Supply(CustomStream(data.data_source_path, flags_view(settings), reader))
+    if data.prompt_mix is not None or data.curriculum_path is not None:
+        sources = data.mixed_sources
+        sets = [
+            NamedSet(name, load_training_prompts(name, source, settings, tokenizer)) for name, source in sources.items()
+        ]
+        weights = data.prompt_mix_weights or [float(len(one.prompts)) for one in sets]
+        mixed, num_prompts = (sets, weights, data.rollout_shuffle, data.rollout_seed), sum(len(s.prompts) for s in sets)
+        if (path := data.curriculum_path) is None:
+            return Supply(Mixture(*mixed), num_prompts)
+        function, iterations = load_curriculum(path), iterations_of(rollout, num_prompts)
+        return Supply(CurriculumStream(*mixed, function=function, path=path, num_iterations=iterations), num_prompts)
+    if data.prompt_data is None:
+        return Supply()
+    prompts = load_training_prompts("", data.prompt_data, settings, tokenizer)
+    return Supply(PromptStream(prompts, data.rollout_shuffle, data.rollout_seed), len(prompts))
+
+
+def iterations_of(rollout: RolloutArguments, num_prompts: int) -> int:
+    """Return ``--num-rollout``, or the iterations of ``--num-epoch`` passes over the prompts."""
+    if rollout.num_rollout is not None:
+        return rollout.num_rollout
+    assert rollout.num_epoch is not None and rollout.rollout_batch_size is not None, "validate() requires one of them"
+    return math.ceil(rollout.num_epoch * num_prompts / rollout.rollout_batch_size)
 
 
 async def build_pipeline(
@@ -224,7 +263,7 @@ async def build_pipeline(
         evaluation=evaluation,
         rollout=rollout,
         num_iterations=num_iterations,
-        reads_samples=settings.reads_samples,
+        rule=OrderingRule.from_flags(rollout, settings.reads_samples),
         hooks=hooks,
     )
 

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any
 
+from miles.base.threads import cancel_all
 from miles.base.user_code import as_exception
 from miles.config.rollout import RolloutArguments
 from miles.engine.base import Engine
@@ -231,10 +232,7 @@ class StreamCollector(GroupCollector):
 
     async def _cancel(self) -> None:
         self._starts_groups = False
-        tasks = list(self._in_flight)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(self._in_flight)
 
     @property
     def progress(self) -> tuple[int, int]:

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 from miles.base.text import one_line
 from miles.base.threads import gather_or_cancel
-from miles.engine.base import Engine, FinishReason, GenerationRequest, SamplingParams
+from miles.engine.base import Engine, FinishReason, Generation, GenerationRequest, SamplingParams
 from miles.rollout.groups import STATUS, GroupSpec, answer_text, fit_context, response_seed
-from miles.types.replay import TokenSets, continued, extended
+from miles.types.replay import continued, extended
 from miles.types.sample import NO_WEIGHTS, PromptGroup, Sample, SampleStatus
 
 
@@ -77,8 +77,7 @@ class Trajectory:
         [generation] = await self.engine.generate(request)
         self.turns += 1
         self.sample.status = STATUS[generation.finish_reason]
-        self._extend(generation.token_ids, 1, generation.log_probs, generation.token_versions, generation.support)
-        self.sample.experts = continued(self.sample.experts, generation.experts)
+        self._extend(generation.token_ids, generation)
         text = self._text(generation.token_ids, [1] * len(generation.token_ids))
         return Turn(text, generation.token_ids, generation.finish_reason)
 
@@ -99,28 +98,32 @@ class Trajectory:
             )
         if len(token_ids) >= self.room:
             self.sample.status = SampleStatus.TRUNCATED
-        token_ids = token_ids[: self.room]
-        self._extend(token_ids, 0, [0.0] * len(token_ids), [NO_WEIGHTS] * len(token_ids), None)
+        self._extend(token_ids[: self.room])
 
-    def _extend(
-        self,
-        token_ids: list[int],
-        mask: int,
-        log_probs: list[float],
-        versions: list[int],
-        support: TokenSets | None,
-    ) -> None:
+    def _extend(self, token_ids: list[int], generation: Generation | None = None) -> None:
         sample = self.sample
-        sample.support = extended(sample.support, len(sample.response_ids), support, len(token_ids))
-        sample.response_ids += token_ids
-        sample.loss_mask += [mask] * len(token_ids)
-        sample.rollout_log_probs += log_probs
-        sample.weight_versions += versions
+        extend(sample, token_ids, generation)
         sample.response = sample.prompt.prefill + self._text(sample.response_ids, sample.loss_mask)
 
     def _text(self, token_ids: list[int], mask: list[int]) -> str:
         ended = self.sample.status is SampleStatus.COMPLETED
         return answer_text(self.tokenizer, token_ids, mask, ended, self.sampling.stop_texts)
+
+
+def extend(sample: Sample, token_ids: list[int], generation: Generation | None = None) -> None:
+    """Add the tokens of a generation to a response; or, without one, tokens that the model only reads."""
+    number, before = len(token_ids), len(sample.response_ids)
+    sample.response_ids += token_ids
+    sample.loss_mask += [0 if generation is None else 1] * number
+    if generation is None:
+        sample.support = extended(sample.support, before, None, number)
+        sample.rollout_log_probs += [0.0] * number
+        sample.weight_versions += [NO_WEIGHTS] * number
+    else:
+        sample.support = extended(sample.support, before, generation.support, number)
+        sample.experts = continued(sample.experts, generation.experts)
+        sample.rollout_log_probs += generation.log_probs
+        sample.weight_versions += generation.token_versions
 
 
 @lru_cache(maxsize=8)  # a vocabulary is read once, not in every turn
@@ -143,7 +146,6 @@ class GenerateFunction(Protocol):
 
     async def __call__(self, trajectory: Trajectory) -> list[Sample] | None:
         """Extend ``trajectory`` to its end."""
-        ...
 
 
 async def generate_trajectories(

@@ -55,10 +55,6 @@ class BestCheckpoint:
         """The name of its folder."""
         return checkpoint_name(self.iterations)
 
-    def is_by_metric_of(self, other: BestCheckpoint) -> bool:
-        """Return whether both are the best by the same metric, so that their values can be compared."""
-        return (self.metric, self.mode) == (other.metric, other.mode)
-
     def save(self, root: Path) -> None:
         """Write the file in the folder of checkpoints ``root``, in one step."""
         staged = root / f".{FILE_NAME}"
@@ -147,7 +143,7 @@ def remove_superseded(saved: Path, settings: Settings, best: BestCheckpoint | No
         current = best_in(root)
         if current is not None:
             in_use.append(root / current.name)
-        if best is not None and before is not None and not before.is_by_metric_of(best):
+        if best is not None and before is not None and (before.metric, before.mode) != (best.metric, best.mode):
             in_use.append(root / before.name)
             until = " until --save-keep-last and --save-retain-interval remove it" if prunes else ""
             print(

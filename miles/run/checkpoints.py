@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +16,7 @@ from miles.base.disk_faults import naming_disk
 from miles.base.flags import count
 from miles.base.storage import is_url
 from miles.base.text import tell
+from miles.base.threads import start_in_thread
 from miles.config.checkpoint import checkpoint_name
 from miles.config.rollout import path_of_iteration
 from miles.observe.run_files import RunIdentity
@@ -219,8 +220,8 @@ class RunCheckpoints:
 # ranks, and publishes the checkpoint when the last file is on the disk.
 
 
-class BackgroundSave:
-    """Waits for the ranks in a thread, then calls ``publish`` with their results.
+class BackgroundSave(Future[None]):
+    """Waits for the ranks in a thread, then calls ``publish`` with their results, and ends as that does.
 
     Args:
         calls: One per rank; each returns when the rank has written its files.
@@ -234,35 +235,16 @@ class BackgroundSave:
         publish: Callable[[list[Any]], None],
         naming: Callable[[], AbstractContextManager[None]],
     ) -> None:
+        super().__init__()
         self.calls = list(calls)
-        self._publish = publish
-        self._naming = naming
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="background-save", daemon=True)
-        self._thread.start()
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether it has ended by an error; ``end`` raises it."""
-        return self._failure is not None
+        def run() -> None:
+            try:
+                with naming():
+                    publish(ray.get(self.calls))
+            except BaseException as error:
+                self.set_exception(error)
+            else:
+                self.set_result(None)
 
-    def wait(self, seconds: float) -> None:
-        """Wait until it has ended, at most ``seconds``."""
-        self._thread.join(seconds)
-
-    def end(self) -> None:
-        """Wait until it has ended.
-
-        Raises:
-            BaseException: Whatever a rank or ``publish`` has raised.
-        """
-        self._thread.join()
-        if self._failure is not None:
-            raise self._failure
-
-    def _run(self) -> None:
-        try:
-            with self._naming():
-                self._publish(ray.get(self.calls))
-        except BaseException as error:  # raised again by ``end``, in the thread that runs the loop
-            self._failure = error
+        start_in_thread(run)

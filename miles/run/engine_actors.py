@@ -9,7 +9,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -21,11 +21,10 @@ from miles.config.settings import Settings
 from miles.engine.base import ServerFailed, ServerProcess
 from miles.rollout.workers.pool import WorkerLost
 from miles.run.cpu_tuning import importing
-from miles.run.liveness import DEATHS, HEARTBEAT_SECONDS, how_it_died
+from miles.run.liveness import DEATHS, HEARTBEAT_SECONDS, WorkerActor, how_it_died, with_heartbeat
 from miles.run.local_access import private_session_root
 from miles.run.run_guard import RunGuard
 from miles.run.session import Placement
-from miles.run.worker_actor import WorkerActor, with_heartbeat
 
 if TYPE_CHECKING:
     import torch
@@ -51,21 +50,9 @@ class EngineActor:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         self.server = build(host or ray.util.get_node_ip_address())
 
-    def meeting_address(self) -> str:
-        """Return an address of this host; ``ServerProcess.meeting_address``."""
-        return self.server.meeting_address()
-
-    def start(self, meeting: str | None = None) -> str:
-        """Start the server; ``ServerProcess.start``."""
-        return self.server.start(meeting)
-
-    def ending(self) -> str:
-        """Return what has ended the server; ``ServerProcess.ending``."""
-        return self.server.ending()
-
-    def stop(self) -> None:
-        """Stop the server; ``ServerProcess.stop``."""
-        self.server.stop()
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of ``ServerProcess``."""
+        return getattr(self.server, method)(*arguments)
 
     def update_copy(self, source: CopySource) -> WeightFolder:
         """Bring this host's copy of the weights up to date; ``miles.engine.base.Server.update_copy``."""
@@ -76,45 +63,36 @@ class EngineActor:
         return source.update_copy()
 
 
+@dataclass
 class ActorServer:
-    """Run a server in an actor; ``miles.engine.base.Server``. An actor that died or hangs is replaced."""
+    """Run a server in an actor; ``miles.engine.base.Server``. An actor that died or hangs is replaced.
 
-    def __init__(
-        self,
-        number: int,
-        build: Callable[[str], ServerProcess],
-        options: dict[str, Any],
-        host: str | None,
-        start_seconds: float,
-        gpus: tuple[str, ...] = (),
-    ) -> None:
-        """Prepare engine ``number``. Starts no actor.
+    Attributes:
+        name: Its name in messages.
+        build: Makes the server on the actor, given the address to listen on.
+        options: Ray's options of the actor.
+        host: The address to listen on; None for the address of the actor's node.
+        start_seconds: How long the server may take to start. The actor is given twice as long.
+        gpus: The GPUs of the server; empty for those that Ray gives the actor.
+    """
 
-        Args:
-            number: Which server of the run.
-            build: Makes the server on the actor, given the address to listen on.
-            options: Ray's options of the actor.
-            host: The address to listen on; None for the address of the actor's node.
-            start_seconds: How long the server may take to start. The actor is given twice as long.
-            gpus: The GPUs of the server; empty for those that Ray gives the actor.
-        """
-        self.name = f"engine {number}"
-        self._build = build
-        self._options = options
-        self._host = host
-        self._gpus = gpus
-        self._start_seconds = 2 * start_seconds
-        self._actor: Any = None
-        self._serves = False
+    name: str
+    build: Callable[[str], ServerProcess]
+    options: dict[str, Any]
+    host: str | None
+    start_seconds: float
+    gpus: tuple[str, ...] = ()
+    _actor: Any = None  # until it starts
+    _serves: bool = False
 
     async def meeting_address(self) -> str:
         """Return an address of the actor's node; ``ServerPart.meeting_address``."""
-        address: str = await self._answer("it started", "meeting_address")
+        address: str = await self._answer("it started", "call", "meeting_address")
         return address
 
     async def start(self, meeting: str | None = None) -> str:
         """Start the server, and its actor if there is none; ``ServerPart.start``."""
-        url: str = await self._answer("it started", "start", meeting)
+        url: str = await self._answer("it started", "call", "start", meeting)
         self._serves = True
         return url
 
@@ -131,16 +109,17 @@ class ActorServer:
             ServerFailed: The actor died, or took longer than a start may take, while ``doing``.
         """
         if self._actor is None:
-            self._actor = ray.remote(EngineActor).options(**self._options).remote(self._build, self._host, self._gpus)
+            self._actor = ray.remote(EngineActor).options(**self.options).remote(self.build, self.host, self.gpus)
+        seconds = 2 * self.start_seconds
         try:
-            async with asyncio.timeout(self._start_seconds):
+            async with asyncio.timeout(seconds):
                 return await getattr(self._actor, method).remote(*arguments)
         except RayTaskError as error:
             raise error.cause from None  # the server's own error, without the actor around it
         except DEATHS as death:
             raise ServerFailed(f"{self.name} was killed while {doing}") from death
         except TimeoutError:
-            message = f"{self.name} has not answered within {self._start_seconds:g} s while {doing}: its host hangs"
+            message = f"{self.name} has not answered within {seconds:g} s while {doing}: its host hangs"
             raise ServerFailed(message) from None
 
     async def ending(self) -> str:
@@ -149,7 +128,7 @@ class ActorServer:
             return ""
         try:
             async with asyncio.timeout(STOP_SECONDS):
-                how: str = await self._actor.ending.remote()
+                how: str = await self._actor.call.remote("ending")
         except DEATHS as death:
             return f"with its actor, which died ({how_it_died(death)})"
         except TimeoutError:  # its host hangs, or the actor is stopped
@@ -168,7 +147,7 @@ class ActorServer:
             self._serves = False
             try:
                 async with asyncio.timeout(STOP_SECONDS):
-                    await self._actor.stop.remote()
+                    await self._actor.call.remote("stop")
                 return
             except (*DEATHS, TimeoutError) as lost:
                 log.info("%s: its actor is replaced: %s", self.name, lost)
@@ -190,7 +169,7 @@ class RayHost:
         # A Ray session of our own is one host. In a cluster, other hosts must reach the server.
         host = None if self._placement.cluster.ray_address else "127.0.0.1"
         options, gpus = self._placement.engine_options(number, node), self._placement.engine_gpus(number, node)
-        return ActorServer(number, build, options, host, start_seconds, gpus)
+        return ActorServer(f"engine {number}", build, options, host, start_seconds, gpus)
 
     def broadcast_device(self) -> torch.device:
         """Return this worker's own GPU if no engine is on it; else the CPU."""
@@ -282,7 +261,8 @@ class RayWorker:
 
     async def _result(self, call: ray.ObjectRef[Any]) -> Any:
         answer: asyncio.Future[Any] = asyncio.wrap_future(call.future())
-        answer.add_done_callback(_note_end)
+        # Takes note of an error that nobody may wait for any more, such as one of an actor that was ended.
+        answer.add_done_callback(lambda call: call.cancelled() or call.exception())
         await asyncio.wait([answer, self._loss], return_when=asyncio.FIRST_COMPLETED)
         if not answer.done():
             answer.cancel()
@@ -318,12 +298,6 @@ class RayWorker:
         """End it at once; ``WorkerProcess.kill``."""
         self._watching.cancel()
         ray.kill(self._actor)
-
-
-def _note_end(call: asyncio.Future[Any]) -> None:
-    """Take note of the error of a call that nobody may wait for any more, such as one of an actor that was ended."""
-    if not call.cancelled():
-        call.exception()
 
 
 def worker_starter(

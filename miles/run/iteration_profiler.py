@@ -10,6 +10,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -215,29 +216,27 @@ def _short(name: str) -> str:
 CLOCK_READINGS = 5  # of another machine's clock; the fastest counts
 
 
+@dataclass
 class IterationProfiler:
     """Records the iterations that the flags name, while the loop works on them.
 
     Attributes:
+        profiling: The flags.
+        output_dir: The folder of the run.
+        trainer: The trainer, if there is one.
+        rollout: The rollout process.
+        workers: Watches both.
         on_phase: Called with every phase too.
     """
 
-    def __init__(
-        self,
-        profiling: ProfilingArguments,
-        output_dir: str,
-        trainer: TrainDriver | None,
-        rollout: RolloutDriver,
-        workers: Workers,
-    ) -> None:
-        self.on_phase: Callable[[str | None], None] = lambda name: None
-        self._profiling = profiling
-        self._folder = Path(output_dir) / FOLDER
-        self._trainer = trainer
-        self._rollout = rollout
-        self._workers = workers
-        self._loop = LoopPhases()
-        self._has_begun = False
+    profiling: ProfilingArguments
+    output_dir: str
+    trainer: TrainDriver | None
+    rollout: RolloutDriver
+    workers: Workers
+    on_phase: Callable[[str | None], None] = lambda name: None
+    _loop: LoopPhases = field(default_factory=LoopPhases)
+    _has_begun: bool = False
 
     def phase(self, name: str | None) -> None:
         """Note the phase of the loop."""
@@ -252,28 +251,28 @@ class IterationProfiler:
         if not self._has_begun:
             self._has_begun = True
             self._note_missed(number)
-        return self._recorded(number) if number in self._profiling.iterations else nullcontext()
+        return self._recorded(number) if number in self.profiling.iterations else nullcontext()
 
     @contextmanager
     def _recorded(self, number: int) -> Iterator[None]:
         # Starting and stopping take seconds, and the processes wait: both are outside the recording.
-        trainers = [] if self._trainer is None else self._trainer.profiled
+        trainers = [] if self.trainer is None else self.trainer.profiled
         starting = [actor.start_profile.remote() for actor in trainers]
-        self._rollout.start_profile()
-        self._workers.results(starting)
+        self.rollout.start_profile()
+        self.workers.results(starting)
         self._loop.begin()
         yield
         loop = self._loop.end(clock_name())
         stopping = [actor.stop_profile.remote() for actor in trainers]
-        of_rollout = self._rollout.stop_profile()
-        traces = [*self._workers.results(stopping), of_rollout]
-        pairs = zip([*trainers, self._rollout.worker], traces, strict=True)
+        of_rollout = self.rollout.stop_profile()
+        traces = [*self.workers.results(stopping), of_rollout]
+        pairs = zip([*trainers, self.rollout.worker], traces, strict=True)
         processes = [self._by_own_clock(actor, trace) for actor, of_actor in pairs for trace in of_actor]
         self._write(number, loop, [process.within(loop) for process in processes])
 
     def _note_missed(self, first: int) -> None:
         """Name the iterations that are done before the first one of this process and were never recorded."""
-        missed = [each for each in self._profiling.iterations if each < first and not self._trace(each).is_file()]
+        missed = [each for each in self.profiling.iterations if each < first and not self._trace(each).is_file()]
         if missed:
             which = f"iteration {missed[0]}" if len(missed) == 1 else f"iterations {missed[0]} to {missed[-1]}"
             print(
@@ -289,18 +288,18 @@ class IterationProfiler:
         readings = []
         for _ in range(CLOCK_READINGS):
             before = time.time_ns()
-            _, there = self._workers.results([actor.read_clock.remote()])[0]
+            _, there = self.workers.results([actor.read_clock.remote()])[0]
             readings.append((before, there, time.time_ns()))
         return trace.shifted(-clock_offset(readings))
 
     def _trace(self, number: int) -> Path:
-        return self._folder / f"iteration_{number}.json.gz"
+        return Path(self.output_dir, FOLDER) / f"iteration_{number}.json.gz"
 
     def _write(self, number: int, loop: ProcessTrace, processes: list[ProcessTrace]) -> None:
         """Write both files. A full disk does not end the run."""
         trace = self._trace(number)
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            trace.parent.mkdir(parents=True, exist_ok=True)
             write_trace(trace, [loop, *processes])
             trace.with_name(f"iteration_{number}.txt").write_text(table(loop, processes, number), encoding="utf-8")
         except OSError as error:

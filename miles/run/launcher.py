@@ -19,37 +19,64 @@ from contextlib import AbstractContextManager, ExitStack, closing, contextmanage
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from miles.base.locks import FolderLocks, RemoteLock, locked_folders, locked_in_remote_storage
 from miles.base.secrets import hidden_in_output, secrets_in
 from miles.base.text import InputError
-from miles.config.checkpoint import NOT_OF_ITS_OWN, default_remote_cache, fault_of_nothing, first_iteration
+from miles.config.checkpoint import (
+    NOT_OF_ITS_OWN,
+    CheckpointArguments,
+    default_remote_cache,
+    fault_of_nothing,
+    first_iteration,
+)
+from miles.config.cluster import Offload
+from miles.config.functions import flags_view
 from miles.config.host_share import host_line
 from miles.config.inputs import check_inputs
 from miles.config.notes import grouped
 from miles.config.rollout import path_of_iteration
 from miles.config.run_file import FILE_NAME, run_config
 from miles.config.settings import Settings
+from miles.config.validate import Validated
+from miles.objective.chosen import objective_formula, objective_in_words
+from miles.objective.hooks import check_hooks
+from miles.observe.console import Loading, PhaseTimer, as_json_lines
+from miles.observe.provenance import in_words, provenance
+from miles.observe.report.sink import HealthWatch, ReportSink
+from miles.observe.run_files import RunHeader, RunIdentity
+from miles.observe.sinks import Event, Notifier, PrometheusSink, Sink
+from miles.observe.tracker import Tracker, check_services
+from miles.run import stop_requests
+from miles.run.checkpoints import RunCheckpoints, check_same_steps, note_of_nothing_left, saved_wandb_run
+from miles.run.failure_files import FailureFiles
+from miles.run.failures import exit_with_message, notifying, stopped, stopped_by
+from miles.run.iteration_profiler import IterationProfiler
+from miles.run.liveness import Workers
+from miles.run.loop import Drivers, GenerationLoop, RolloutCalls, TrainerCalls, TrainingLoop
+from miles.run.one_process.drivers import both_drivers
+from miles.run.ray_watch import is_hang
+from miles.run.remote_checkpoints import Uploads, index_all, uploading
+from miles.run.restarts import Continuation, Restarts, loading_its_own, with_restarts
+from miles.run.resume import (
+    ResumePoint,
+    branch_of,
+    check_frozen_models,
+    check_load_folder,
+    check_settings,
+    own_save_folder,
+    resume_point,
+    settings_to_save,
+)
+from miles.run.rollout_actor import RolloutDriver
+from miles.run.session import EngineLayout, Placement, keeping_logs, ray_session
+from miles.run.stop_requests import StopRequests
+from miles.run.train_actor import TrainDriver
+from miles.training.checkpoint_files import recover_exports, remove_unfinished
 from miles.types.metrics import Metric
 
-if TYPE_CHECKING:
-    from miles.base.locks import FolderLocks, RemoteLock
-    from miles.config.checkpoint import CheckpointArguments
-    from miles.config.cluster import Offload
-    from miles.config.validate import Validated
-    from miles.observe.sinks import Event, Notifier, Sink
-    from miles.observe.tracker import Tracker
-    from miles.run.failure_files import FailureFiles
-    from miles.run.iteration_profiler import IterationProfiler
-    from miles.run.loop import RolloutCalls, TrainerCalls
-    from miles.run.remote_checkpoints import Uploads
-    from miles.run.restarts import Continuation, Restarts
-    from miles.run.resume import ResumePoint
-    from miles.run.session import Placement
-    from miles.run.stop_requests import StopRequests
-
-    FailureHandling = Callable[[CheckpointArguments, StopRequests, FailureFiles], AbstractContextManager[None]]
+FailureHandling = Callable[[CheckpointArguments, StopRequests, FailureFiles], AbstractContextManager[None]]
 
 
 # One attempt of a run: start its rollout, trainer and tracker, and run the loop from the newest checkpoint.
@@ -93,21 +120,13 @@ def train(settings: Settings, placement: Placement, context: RunContext) -> None
         placement: The devices.
         context: The context that its attempts share.
     """
-    from miles.observe.console import Loading
-    from miles.observe.report.sink import ReportSink
-    from miles.observe.sinks import PrometheusSink
-    from miles.run.iteration_profiler import IterationProfiler
-    from miles.run.liveness import Workers
-    from miles.run.rollout_actor import RolloutDriver
-    from miles.run.train_actor import TrainDriver
-
     offload = settings.offload(placement.device)
     cluster, files, port = settings.cluster, context.files, settings.tracking.prometheus_port
     workers = Workers(cluster.worker_timeout, cluster.wait_timeout, files.report_hang, files.next_attempt)
     files.workers = workers
     with (
-        Loading(settings.tracking.log_format) as loading,
-        ReportSink(settings.tracking) as report,
+        closing(Loading(settings.tracking.log_format)) as loading,
+        closing(ReportSink(settings.tracking)) as report,
         nullcontext() if port is None else closing(PrometheusSink(port)) as prometheus,
         ExitStack() as stack,
         foreseen_memory(settings, placement.device) as foreseen,
@@ -131,8 +150,8 @@ def train(settings: Settings, placement: Placement, context: RunContext) -> None
         served: list[Sink] = [report] if prometheus is None else [report, prometheus]
         with _tracker(settings, context, served, total_steps) as tracker:
             tracker.watch({"generate": rollout.progress} | ({} if trainer is None else {"save": trainer.save_progress}))
-            profiler = IterationProfiler(settings.profiling, settings.tracking.output_dir, trainer, rollout, workers)
-            profiler.on_phase = tracker.phase
+            out = settings.tracking.output_dir
+            profiler = IterationProfiler(settings.profiling, out, trainer, rollout, workers, tracker.phase)
             _run_loop(settings, context, rollout, trainer, tracker, profiler, offload, foreseen)
 
 
@@ -140,8 +159,7 @@ def foreseen_memory(settings: Settings, device: str) -> AbstractContextManager[F
     """Return the rehearsal of the trainer's memory alongside a run on GPUs; None for other runs."""
     if device != "cuda" or not settings.trains:
         return nullcontext()
-
-    return ForeseenMemory(settings)
+    return closing(ForeseenMemory(settings))
 
 
 def builds_while_engines_start(settings: Settings, device: str) -> bool:
@@ -155,10 +173,7 @@ def builds_while_engines_start(settings: Settings, device: str) -> bool:
 
 def train_in_one_process(settings: Settings, context: RunContext) -> None:
     """Run the loop with trainer and rollout in this process; ``check_one_process`` has allowed it."""
-    from miles.observe.report.sink import ReportSink
-    from miles.run.one_process.drivers import both_drivers
-
-    with ReportSink(settings.tracking) as report, both_drivers(settings) as (rollout, trainer):
+    with closing(ReportSink(settings.tracking)) as report, both_drivers(settings) as (rollout, trainer):
         total_steps = rollout.num_iterations * settings.steps_per_iteration
         with _tracker(settings, context, [report], total_steps) as tracker:
             _run_loop(settings, context, rollout, trainer, tracker, None, settings.offload("cpu"), None)
@@ -175,11 +190,6 @@ def _run_loop(
     foreseen: ForeseenMemory | None,
 ) -> None:
     """Run the iterations, with a trainer or without."""
-    from miles.observe.console import PhaseTimer
-    from miles.run.checkpoints import RunCheckpoints
-    from miles.run.loop import Drivers, GenerationLoop, TrainingLoop
-    from miles.run.resume import settings_to_save
-
     steps, stop = settings.steps_per_iteration, context.stop
     timer, profiled = (
         (PhaseTimer(), nullcontext) if profiler is None else (PhaseTimer(profiler.phase), profiler.iteration)
@@ -190,47 +200,34 @@ def _run_loop(
         ).run()
         return
     drivers = Drivers(rollout, trainer, settings.generates, offload, timer)
+    checkpoints = RunCheckpoints(
+        drivers,
+        settings.checkpoint,
+        tracker.run,
+        steps,
+        tracker.wandb_run,
+        before_writing=context.before_writing,
+        settings=settings_to_save(settings),
+        branch=context.branch,
+    )
     TrainingLoop(
         drivers,
-        RunCheckpoints(
-            drivers,
-            settings.checkpoint,
-            tracker.run,
-            steps,
-            tracker.wandb_run,
-            before_writing=context.before_writing,
-            settings=settings_to_save(settings),
-            branch=context.branch,
-        ),
+        checkpoints,
         tracker,
         evaluation=settings.evaluation,
         steps_per_iteration=steps,
         is_synchronous=settings.rollout.async_steps == 0 and not settings.reads_samples,
         stop=stop,
         profiled=profiled,
-        before_writing=context.before_writing,
         foreseen=(lambda _: {}) if foreseen is None else foreseen.compare,
     ).run()
 
 
 def _tracker(settings: Settings, context: RunContext, served: Sequence[Sink], total_steps: int) -> Tracker:
     """Return the tracker of a run of so many optimizer steps, with the facts about the run."""
-    from miles.objective.chosen import objective_formula, objective_in_words
-    from miles.observe.report.sink import HealthWatch
-    from miles.observe.run_files import RunHeader, RunIdentity
-    from miles.observe.tracker import Tracker
-    from miles.observe.tracking.provenance import provenance
-    from miles.run.checkpoints import saved_wandb_run
-
     facts, objective = provenance(settings), (settings.loss, settings.step_shape, settings.added_losses)
-    header = RunHeader.from_sections(
-        "miles",
-        settings,
-        objective_in_words(*objective),
-        objective_formula(*objective),
-        total_steps,
-        facts,
-    )
+    words, formula = objective_in_words(*objective), objective_formula(*objective)
+    header = RunHeader.from_sections("miles", settings, words, formula, total_steps, facts)
     header = replace(header, run=RunIdentity.new().to_state())
     config = _config(replace(settings, checkpoint=context.of_command), facts, context.flags)
     sinks: list[Sink] = [*served, HealthWatch(settings.tracking, context.notifier)]
@@ -240,8 +237,6 @@ def _tracker(settings: Settings, context: RunContext, served: Sequence[Sink], to
 
 def _config(settings: Settings, facts: dict[str, Any], set_fields: Collection[str]) -> str:
     """Return the text of run.yaml."""
-    from miles.observe.tracking.provenance import in_words
-
     path = Path(settings.tracking.output_dir) / FILE_NAME
     checkpoint = settings.checkpoint
     resumes = checkpoint.load is not None and checkpoint.load == checkpoint.save
@@ -254,10 +249,10 @@ def _config(settings: Settings, facts: dict[str, Any], set_fields: Collection[st
 
 # Foresee the memory of a rank that trains on GPUs, so that it is logged alongside the measured memory.
 #
-# The traces run in a process of their own, at low priority, while the run starts (commands/rehearsal/beside_run.py).
+# The traces run in a process of their own, at low priority, while the run starts (commands/rehearsal/command.py).
 
 
-REHEARSAL = "miles.commands.rehearsal.beside_run"  # the module that this process runs
+REHEARSAL = "miles.commands.rehearsal.command"  # the module that this process runs
 MEASURED = "perf/trainer_memory_gib"  # of the fullest rank, by the trainer's processes
 FORESEEN = "perf/trainer_memory_foreseen_gib"
 
@@ -297,16 +292,8 @@ class ForeseenMemory:
             print(f"note: {_note(measured, self._gib, result.get('error'))}", file=sys.stderr)
         return {} if self._gib is None else {FORESEEN: Metric(self._gib)}
 
-    def wait(self) -> None:
-        """Wait until the rehearsal is over."""
-        self._process.wait()
-
-    def __enter__(self) -> ForeseenMemory:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """End the rehearsal."""
         self._process.kill()
         self._process.wait()
 
@@ -339,17 +326,14 @@ def take_over(previous: LauncherState) -> None:
     Its trainer may have saved once more between the loss of Ray and its own end, so the newest checkpoint is sought
     again.
     """
-    from miles.run.failures import exit_with_message
-    from miles.run.restarts import loading_its_own
-
     validated = replace(previous.validated, settings=loading_its_own(previous.validated.settings))
-    launch(validated, exit_with_message, is_alone=True, previous=previous)
+    launch(validated, is_alone=True, previous=previous)
     raise SystemExit(0)
 
 
 def launch(
     validated: Validated,
-    failure_handling: FailureHandling,
+    failure_handling: FailureHandling = exit_with_message,
     is_alone: bool = False,
     previous: LauncherState | None = None,
     runner: Callable[[Settings, RunContext], None] | None = None,
@@ -358,19 +342,11 @@ def launch(
 
     Args:
         validated: What to run.
-        failure_handling: Makes the context that handles whatever ends the run early (``exit_with_message``).
+        failure_handling: Makes the context that handles whatever ends the run early.
         is_alone: Whether this process does nothing else afterwards.
         previous: The state that a launcher before this one has left, if there was one.
         runner: Trains; by default with Ray (``run``).
     """
-    from miles.observe.console import as_json_lines
-    from miles.observe.sinks import Notifier
-    from miles.run.failure_files import FailureFiles
-    from miles.run.failures import notifying
-    from miles.run.remote_checkpoints import uploading
-    from miles.run.resume import own_save_folder
-    from miles.run.stop_requests import StopRequests
-
     settings = validated.settings
     section = settings.checkpoint
     of_command = section if previous is None else previous.of_command
@@ -409,10 +385,6 @@ def launch(
 
 def _check(validated: Validated, is_first: bool) -> None:
     """Check facts that the settings alone do not show; a command's rows and functions are checked when it is read."""
-    from miles.config.flags_view import flags_view
-    from miles.objective.hooks import check_hooks
-    from miles.observe.tracker import check_services
-
     settings = validated.settings
     if validated.inputs is None and is_first:
         check_inputs(settings, starts=True)
@@ -430,8 +402,6 @@ def _as_in_command(checkpoint: CheckpointArguments, of_command: CheckpointArgume
 
 def _finish_what_was_killed(checkpoint: CheckpointArguments) -> None:
     """Remove half-written checkpoints, and finish an export that a killed run was exchanging."""
-    from miles.training.checkpoint_files import recover_exports, remove_unfinished
-
     if checkpoint.save is not None:
         remove_unfinished(checkpoint.local(checkpoint.save))
     if checkpoint.save_hf is not None and "save_hf" not in checkpoint.urls:
@@ -447,10 +417,6 @@ def _finish_what_was_killed(checkpoint: CheckpointArguments) -> None:
 
 def _resume_point(validated: Validated) -> tuple[ResumePoint, str | None, list[str]]:
     """Return the point at which the run begins, the checkpoint if it is a branch, and all notes about it."""
-    from miles.run.checkpoints import check_same_steps
-    from miles.run.remote_checkpoints import index_all
-    from miles.run.resume import branch_of, check_frozen_models, check_load_folder, check_settings, resume_point
-
     settings = validated.settings
     section = settings.checkpoint
     notes = [*validated.notes, *index_all(section, Path(settings.tracking.output_dir)), *check_load_folder(section)]
@@ -474,8 +440,6 @@ def _print_notes(notes: Sequence[str], validated: Validated) -> None:
 
 def _note_if_finished(settings: Settings, start: CheckpointArguments) -> str | None:
     """Return the note on a run that has neither an iteration nor an export left to do; None for others."""
-    from miles.run.checkpoints import note_of_nothing_left
-
     last, done = settings.rollout.num_rollout, first_iteration(start)
     if last is None or not done or done < last or start.urls:
         return None
@@ -487,8 +451,6 @@ def _note_if_finished(settings: Settings, start: CheckpointArguments) -> str | N
 @contextmanager
 def _locked(settings: Settings) -> Iterator[tuple[FolderLocks, RemoteLock | None]]:
     """Hold the locks of the folders that a run writes, for the length of the block; yield them."""
-    from miles.base.locks import locked_folders, locked_in_remote_storage
-
     section = settings.checkpoint
     written = {"--output-dir": settings.tracking.output_dir, "--remote-cache": section.remote_cache}
     written |= {} if "save" in section.urls else {"--save": section.save}
@@ -509,8 +471,6 @@ def _context(
     is_alone: bool,
     previous: LauncherState | None,
 ) -> RunContext:
-    from miles.run.restarts import Continuation, Restarts
-
     settings = validated.settings
     environment = dict(os.environ)  # before Ray's variables are in it
     section = settings.checkpoint if previous is None else previous.of_command
@@ -535,8 +495,6 @@ def run(settings: Settings, context: RunContext) -> None:
         context: What its attempts share.
     """
     print("starting Ray and the processes of the run …", flush=True)
-    from miles.run.restarts import with_restarts
-    from miles.run.session import EngineLayout, keeping_logs, ray_session
 
     size = settings.sglang.rollout_num_gpus_per_engine
     engines = EngineLayout(settings.num_engines, size, settings.trains, settings.nodes_per_engine)
@@ -562,10 +520,6 @@ def after_loss(loss: str, settings: Settings, context: RunContext) -> Continuati
     Returns:
         The launcher that follows, if there is to be one, or else the exit status.
     """
-    from miles.run import stop_requests
-    from miles.run.failures import stopped, stopped_by
-    from miles.run.ray_watch import is_hang
-
     event: Event = "failure"
     status = 1
     checkpoint = _as_in_command(settings.checkpoint, context.of_command)

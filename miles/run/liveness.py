@@ -1,4 +1,4 @@
-"""Watch the worker processes of a run: heartbeats, results until one of them dies or hangs, and how one died."""
+"""Worker processes of a run: the base of their actors, and the launcher's watch for the dead and the silent ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,70 @@ import ray.exceptions
 from ray._private import worker as ray_worker
 from ray.exceptions import OutOfMemoryError, RayActorError
 
+from miles.base.profiling import Recorder, read_clock
+from miles.base.stacks import answer_requests, own_stacks
 from miles.run.ray_watch import how_node_ended, look_at_node, loss_of_node, node_of
+
+# The base of the actors of a run: each answers heartbeats, returns its stacks and ends on request.
+#
+# Each of these calls runs in a concurrency group, a separate thread, in asyncio actors too.
+
+
+HEARTBEAT = "heartbeat"
+REPORT = "report"  # what the launcher asks while the worker works
+SAVING = "saving"  # a call that waits for a checkpoint
+WEIGHTS = "weights"  # a call for all weights
+
+
+def with_heartbeat(worker: type) -> Any:
+    """Return ``ray.remote`` of a class with the methods of a ``WorkerActor``."""
+    remote: Any = ray.remote  # whose stubs do not know concurrency groups
+    return remote(concurrency_groups={HEARTBEAT: 1, REPORT: 1, SAVING: 1, WEIGHTS: 1})(worker)
+
+
+class WorkerActor:
+    """The base of the actors that ``Workers`` watches."""
+
+    def __init__(self) -> None:
+        answer_requests()
+
+    @ray.method(concurrency_group=HEARTBEAT)
+    def heartbeat(self, seconds: float) -> int:
+        """Return this process's id after ``seconds``. Ray fails the call at once if the process ends."""
+        time.sleep(seconds)
+        return os.getpid()
+
+    @ray.method(concurrency_group=REPORT)
+    def describe(self) -> Any:
+        """Return the stacks of this process, for the report of a hang."""
+        return own_stacks()
+
+    @ray.method(concurrency_group=REPORT)
+    def end_process(self) -> Any:
+        """End this process at once."""
+        os._exit(0)
+
+
+class ProfiledActor(WorkerActor):
+    """A worker that records its work on request, under ``name``."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.recorder = Recorder(name)
+
+    def start_profile(self) -> Any:
+        """Record the work of this process from now on."""
+        self.recorder.start()
+
+    def stop_profile(self) -> Any:
+        """Return the recording, a list of ``ProcessTrace``; empty in a process that replaced another meanwhile."""
+        recorded = self.recorder.stop()
+        return [] if recorded is None else [recorded]
+
+    def read_clock(self) -> tuple[str, int]:
+        """Return the name of this process's clock, and its time."""
+        return read_clock()
+
 
 # Say how a worker process died: by a signal that it could still log, or by one that leaves no trace.
 #
@@ -125,35 +188,27 @@ class _Watched:
         return self.preparing is not None
 
 
+@dataclass(eq=False)
 class Workers:
     """The worker processes of a run: waits for their results and notices which has died or hangs.
 
     A worker without a heartbeat for ``seconds`` is considered hanging: it was stopped (SIGSTOP, a debugger), or its
     host was. A busy worker, compiling or in a collective, still answers as long as it lets other threads run; a
     backtracking regular expression does not. A worker may take any time to be placed and to import.
+
+    Attributes:
+        seconds: How long a worker may show no sign of life.
+        longest_wait: How long a call may take, in seconds; 0 is no limit.
+        on_hang: Called with the sentence about a wait that has exceeded its limit, before anything is ended.
+        on_replacement: Called when another worker is about to replace a lost one.
     """
 
-    def __init__(
-        self,
-        seconds: float,
-        longest_wait: float = 0.0,
-        on_hang: Callable[[str], None] = lambda why: None,
-        on_replacement: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Watch no worker yet.
-
-        Args:
-            seconds: How long a worker may show no sign of life.
-            longest_wait: How long a call may take, in seconds; 0 is no limit.
-            on_hang: Called with the sentence about a wait that has exceeded its limit, before anything is ended.
-            on_replacement: Called when another worker is about to replace a lost one.
-        """
-        self._seconds = seconds
-        self._on_replacement = on_replacement
-        self._longest_wait = longest_wait
-        self._on_hang = on_hang
-        self._watched: list[_Watched] = []
-        self._looked = time.monotonic()
+    seconds: float
+    longest_wait: float = 0.0
+    on_hang: Callable[[str], None] = lambda why: None
+    on_replacement: Callable[[], None] = lambda: None
+    _watched: list[_Watched] = field(default_factory=list)
+    _looked: float = field(default_factory=time.monotonic)
 
     def add(
         self, name: str, worker: Any, replaceable: bool = False, preparing: ray.ObjectRef[Any] | None = None
@@ -172,7 +227,7 @@ class Workers:
     def replace(self, worker: Any) -> None:
         """Kill a lost worker; the caller starts another instead."""
         self.end(worker)
-        self._on_replacement()
+        self.on_replacement()
 
     def end(self, worker: Any) -> None:
         """Kill ``worker``, whatever its state, and stop watching it."""
@@ -227,9 +282,9 @@ class Workers:
         began = time.monotonic()
         while any(call in pending for call in calls):
             self._look(whose)
-            if self._longest_wait and time.monotonic() - began > self._longest_wait:
+            if self.longest_wait and time.monotonic() - began > self.longest_wait:
                 raise self._hangs(
-                    whose, f"a step of the run has not ended within {self._longest_wait:g} s (--wait-timeout)"
+                    whose, f"a step of the run has not ended within {self.longest_wait:g} s (--wait-timeout)"
                 )
             done, _ = ray.wait([*pending, *self._heartbeats()], timeout=HEARTBEAT_CHECK_SECONDS)
             for call in [call for call in done if call in pending]:
@@ -256,11 +311,11 @@ class Workers:
             # Not the traceback of the worker, whose lines of code may say anything.
             cause = failure.cause if isinstance(failure, ray.exceptions.RayTaskError) else failure
             if _TIME_OUT.search(f"{type(cause).__name__}: {cause}"):
-                self._on_hang(str(cause).partition("\n")[0])
+                self.on_hang(str(cause).partition("\n")[0])
             raise failure
 
     def _hangs(self, worker: Any, why: str) -> ActorLost:
-        self._on_hang(why)
+        self.on_hang(why)
         return ActorLost(worker, why)
 
     def _look(self, whose: Any) -> None:
@@ -284,12 +339,12 @@ class Workers:
             self.end_directly(watched.node)
             return ActorLost(watched.worker, f"{watched.name} (process {watched.pid}) is lost with its node: {loss}")
         if not answered:
-            longest = HEARTBEAT_SECONDS + self._seconds
+            longest = HEARTBEAT_SECONDS + self.seconds
             if watched.is_preparing() or watched.pid is None or time.monotonic() - watched.sent <= longest:
                 return None
             return self._hangs(
                 watched.worker,
-                f"{watched.name} (process {watched.pid}) has shown no sign of life for {self._seconds:g} s: it was "
+                f"{watched.name} (process {watched.pid}) has shown no sign of life for {self.seconds:g} s: it was "
                 "stopped, its host hangs, or code in it holds Python's lock, as a regular expression may "
                 "(--worker-timeout)",
             )

@@ -2,12 +2,14 @@
 
 import os
 import secrets
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from ray._common.utils import get_default_system_temp_dir
 from ray._private import ray_constants
+
+from miles.base.attributes import set_within
 
 LOOPBACK = "127.0.0.1"
 # The collectives listen too, gloo at the address of the host's name, NCCL at the address of the first network
@@ -25,19 +27,13 @@ def loopback_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: "lo" for name in _INTERFACES if name not in environment}
 
 
-@contextmanager
-def loopback_only() -> Iterator[None]:
+def loopback_only() -> AbstractContextManager[object]:
     """Have a local Ray that the block starts listen on the loopback interface, and not on all of them.
 
     Ray replaces ``_node_ip_address="127.0.0.1"`` by the host's own address. With this switch it keeps
     127.0.0.1, as it does on systems on which it supports one machine only (macOS and Windows).
     """
-    before = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    try:
-        yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
+    return set_within(ray_constants, ENABLE_RAY_CLUSTER=False)
 
 
 def make_token_private() -> None:

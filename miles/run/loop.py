@@ -142,7 +142,6 @@ class TrainingLoop:
     is_synchronous: bool  # nothing is generated during a step
     stop: StopRequests
     profiled: Callable[[int], AbstractContextManager[object]] = nullcontext  # around an iteration
-    before_writing: Callable[[], None] = lambda: None  # raises if the folders are another launcher's by now
     # The foreseen values of the metrics that an iteration has measured, to be logged alongside them.
     foreseen: Callable[[Mapping[str, Metric]], dict[str, Metric]] = lambda _: {}
 
@@ -204,7 +203,7 @@ class TrainingLoop:
             row: dict[str, Metric] = {}
             if done and self.evaluation.has_sets and not self.is_due(self.evaluation.eval_interval, done):
                 row = self.evaluate()
-                self.before_writing()
+                self.checkpoints.before_writing()
                 self.tracker.log(done * self.steps_per_iteration, row)
             self.checkpoints.save_if_due(done, row, due=True)
             self.tracker.end_early(done * self.steps_per_iteration)
@@ -220,7 +219,7 @@ class TrainingLoop:
 
     def log(self, first_step: int, rows: list[dict[str, Metric]]) -> None:
         """Log one row per optimizer step; the last row also gets the seconds of the phases and the throughput."""
-        self.before_writing()
+        self.checkpoints.before_writing()
         # Overlapping generation runs during the whole step.
         self.drivers.timer.add_to(rows[-1], generated_during="generate" if self.is_synchronous else "step")
         for step, row in enumerate(rows, start=first_step):

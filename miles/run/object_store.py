@@ -15,7 +15,7 @@ import ray
 from miles.engine.weight_sync.deltas import DeltaOffer, OfferedWeights, whole_update
 from miles.types.metrics import Metric
 from miles.types.train_batch import TrainShard
-from miles.types.weights import PackedChunk, WeightChunk, pack, unpack
+from miles.types.weights import PackedChunk, WeightChunk, unpack
 
 if TYPE_CHECKING:
     from miles.types.images import ImageTensors
@@ -48,11 +48,6 @@ class UpdateWeights:
             return StoredWeights(packed)
 
         return OfferedWeights(self.offer, fetch)
-
-
-def store(chunks: Iterable[WeightChunk]) -> list[ray.ObjectRef[Any]]:
-    """Put the chunks into the object store, one by one, and return references to them."""
-    return store_packed(pack(chunk) for chunk in chunks)
 
 
 def store_packed(chunks: Iterable[PackedChunk]) -> list[ray.ObjectRef[Any]]:

@@ -33,7 +33,7 @@ class Restarts:
 
     left: int
 
-    def take(self, why: str, settings: Settings, files: FailureFiles | None = None) -> Settings:
+    def take(self, why: str, settings: Settings, files: FailureFiles) -> Settings:
         """Use one, and return ``settings`` changed to resume from the run's last checkpoint; reports it.
 
         Args:
@@ -49,19 +49,17 @@ class Restarts:
             print(f"note: {note}")
         start = "its last checkpoint" if resumed.checkpoint.load else "the beginning, as nothing was saved yet"
         self.left -= 1
-        ending = "" if files is None else files.in_words()
-        tell(f"{why}; restarting from {start} ({self.left} restarts left){ending}")
-        if files is not None:
-            files.next_attempt()
+        tell(f"{why}; restarting from {start} ({self.left} restarts left){files.in_words()}")
+        files.next_attempt()
         return resumed
 
 
 def with_restarts(
     settings: Settings,
     attempt: Callable[[Settings], None],
-    restarts: Restarts | None = None,
-    files: FailureFiles | None = None,
-    stop: StopRequests | None = None,
+    restarts: Restarts,
+    files: FailureFiles,
+    stop: StopRequests,
 ) -> None:
     """Call ``attempt(settings)``, and again if a worker process dies or fails, as often as ``restarts`` allows.
 
@@ -72,21 +70,19 @@ def with_restarts(
     Args:
         settings: The run.
         attempt: Runs it to its end.
-        restarts: How many are left; None for ``--max-restarts``.
+        restarts: How many are left.
         files: The files that are kept of a failure.
         stop: Requests to stop the run, after which it is not restarted.
     """
-    restarts = Restarts(settings.cluster.max_restarts) if restarts is None else restarts
     while True:
         try:
             return attempt(settings)
         except ray.exceptions.RayError as error:
-            is_stopping = stop is not None and (stop.is_requested or (is_death(error) and is_stopped_soon(stop)))
+            is_stopping = stop.is_requested or (is_death(error) and is_stopped_soon(stop))
             if restarts.left == 0 or is_stopping or isinstance(cause_of(error), ValueError | WriteFailed):
                 raise
             show(error)
-            if files is not None:
-                files.keep_ray_logs()
+            files.keep_ray_logs()
             settings = restarts.take(in_one_line(error), settings, files)
 
 

@@ -26,7 +26,7 @@ from miles.base.stacks import own_stacks, waiting_tasks
 from miles.base.text import tell
 from miles.base.user_code import user_code_in_thread
 from miles.batch.schedule import ShardBuilder
-from miles.config.components import engine_spec, import_builder
+from miles.config.components import import_builder
 from miles.config.host_share import sharers_of_engine
 from miles.config.settings import Settings
 from miles.engine.base import EngineHost
@@ -38,10 +38,9 @@ from miles.rollout.pipeline import RolloutPipeline, build_pipeline
 from miles.run.cpu_tuning import importing, use_threads
 from miles.run.engine_actors import RayHost, worker_starter
 from miles.run.failures import cause_of, in_one_line
-from miles.run.liveness import END_SECONDS, ActorLost, Workers
+from miles.run.liveness import END_SECONDS, REPORT, ActorLost, ProfiledActor, Workers, with_heartbeat
 from miles.run.object_store import UpdateWeights, without_images
 from miles.run.session import Placement
-from miles.run.worker_actor import REPORT, ProfiledActor, with_heartbeat
 from miles.tasks.data.stream import NoPromptsLeft
 from miles.training.optimizer import be_deterministic
 from miles.types.images import PromptImages
@@ -301,7 +300,7 @@ class RolloutActor(ProfiledActor):
         with importing():  # not at the top: the launcher needs none of it
             from transformers.utils.logging import disable_progress_bar
 
-            import_builder(engine_spec(self._settings.rollout.rollout_engine))
+            import_builder(self._settings.engine)
         self._loop = asyncio.get_running_loop()
         # The progress bar of loading weights: the screen belongs to the launcher.
         disable_progress_bar()
@@ -370,7 +369,7 @@ class RolloutActor(ProfiledActor):
             await self.pipeline.update_weights(None, version, after)
             return {}
         sent, settings = weights.opened(), self._settings
-        has_servers = engine_spec(settings.rollout.rollout_engine).has_servers  # whose hosts have copies
+        has_servers = settings.engine.has_servers  # whose hosts have copies
         chunks: Iterable[WeightChunk] = sent
         if settings.sends_deltas and not has_servers:
             chunks = copied(sent, settings.sglang.update_weight_copy_dir, settings.weights_folder)

@@ -8,7 +8,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from miles.base.attributes import set_within
 from miles.base.disk_faults import WriteFailed
 from miles.base.flags import count
 from miles.base.host import has_gpu
@@ -317,13 +318,8 @@ def _starting(guard: RunGuard | None) -> Iterator[None]:
         tell(f"stopped by {signal.Signals(number).name} while Ray was starting")
         end_at_once(guard, 128 + number)
 
-    original = ray._private.utils.set_sigterm_handler
-    ray._private.utils.set_sigterm_handler = lambda handler: None
-    try:
-        with stops_later(end):
-            yield
-    finally:
-        ray._private.utils.set_sigterm_handler = original
+    with set_within(ray._private.utils, set_sigterm_handler=lambda handler: None), stops_later(end):
+        yield
 
 
 def _connect(
@@ -363,8 +359,7 @@ def _in_environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-@contextmanager
-def without_extras() -> Iterator[None]:
+def without_extras() -> AbstractContextManager[object]:
     """Have a local Ray that the block starts leave out its autoscaler and its dashboard, which no run uses.
 
     Each would be a process that imports all of Ray and listens. ``include_dashboard=False`` starts a dashboard without
@@ -373,14 +368,7 @@ def without_extras() -> Iterator[None]:
 
     def start_nothing(node: Node, **options: Any) -> None: ...
 
-    before = {name: getattr(Node, name) for name in ("start_monitor", "start_api_server")}
-    for name in before:
-        setattr(Node, name, start_nothing)
-    try:
-        yield
-    finally:
-        for name, method in before.items():
-            setattr(Node, name, method)
+    return set_within(Node, start_monitor=start_nothing, start_api_server=start_nothing)
 
 
 def _start_local(num_cpus: int | None, store_bytes: int | None, guard: RunGuard) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -27,23 +27,23 @@ from miles.base.profiling import span
 from miles.base.secrets import is_secret
 from miles.base.storage import is_url
 from miles.config.cluster import ClusterArguments
-from miles.config.components import import_code, train_backend_spec
-from miles.config.flags_view import flags_view
+from miles.config.components import import_code
+from miles.config.functions import flags_view
 from miles.config.host_share import sharers_at_start, sharers_of_trainer
 from miles.config.settings import Settings
 from miles.engine.weight_sync.deltas import DeltaWriter
 from miles.run.best_checkpoint import BestCheckpoint, remove_superseded
 from miles.run.checkpoints import BackgroundSave
 from miles.run.cpu_tuning import importing, use_threads
-from miles.run.liveness import Workers
-from miles.run.object_store import UpdateWeights, store, store_packed, with_images
+from miles.run.liveness import SAVING, WEIGHTS, ProfiledActor, Workers, with_heartbeat
+from miles.run.object_store import UpdateWeights, store_packed, with_images
 from miles.run.session import Placement
-from miles.run.worker_actor import SAVING, WEIGHTS, ProfiledActor, with_heartbeat
 from miles.training import checkpoint_files
 from miles.training.checkpoint_files import FileRecord, hash_files_of_rank
 from miles.training.optimizer import be_deterministic
 from miles.types.metrics import Metric
 from miles.types.train_batch import TokenColumns, TrainShard
+from miles.types.weights import pack
 
 if TYPE_CHECKING:
     from miles.run.remote_checkpoints import Uploads
@@ -116,7 +116,7 @@ class TrainDriver:
 
         Raises ``WriteFailed`` if the checkpoint that was being written has failed.
         """
-        if self._saving is not None and self._saving.has_failed:
+        if self._saving is not None and self._saving.done() and self._saving.exception() is not None:
             self.settle_save()
         trains_policy = self.settings.trains_policy(iteration)
         refreshes = self.settings.refreshes_reference(iteration)
@@ -205,9 +205,9 @@ class TrainDriver:
         """Wait for a checkpoint that is being written. Raises ``WriteFailed`` as ``save`` does."""
         saving, self._saving = self._saving, None
         if saving is not None:
-            with suppress(OSError, ray.exceptions.RayTaskError):  # ``end`` names the disk
+            with suppress(OSError, ray.exceptions.RayTaskError):  # its result names the disk
                 self._workers.results(saving.calls)
-            saving.end()
+            saving.result()
 
     def upload_export(self, folder: Path, url: str) -> None:
         """Upload an export during the run, then remove it from this machine."""
@@ -252,7 +252,7 @@ class TrainDriver:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._saving is not None and kind is not None and issubclass(kind, Exception):
-            self._saving.wait(LAST_SAVE_SECONDS)  # useful whatever failed; a signal does not wait
+            wait([self._saving], LAST_SAVE_SECONDS)  # useful whatever failed; a signal does not wait
         self.stop()
 
     def _on_all(self, verb: str, *arguments: Any) -> list[Any]:
@@ -287,7 +287,7 @@ class TrainActor(ProfiledActor):
         with importing():
             import miles.training.trainer  # noqa: F401
 
-            import_code(train_backend_spec(self.settings.training.train_backend), self.device)
+            import_code(self.settings.backend, self.device)
 
     def serve_store(self) -> tuple[str, int]:
         """Open the rendezvous on a free port of this node's address; returns both. Rank 0 only."""
@@ -375,7 +375,7 @@ class TrainActor(ProfiledActor):
                 offer = self.deltas.update(chunks)
                 return UpdateWeights(store_packed(self.deltas.newest()) if offer is None else [], offer)
             if self.rank == 0:
-                return UpdateWeights(store(chunks))
+                return UpdateWeights(store_packed(map(pack, chunks)))
             for _ in chunks:  # take part in the gathering
                 continue
         return UpdateWeights([])

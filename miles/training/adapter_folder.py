@@ -7,7 +7,7 @@ alongside ``config.json`` to weights that hold it already.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from miles.config.lora import LoraArguments
+from miles.config.settings import Settings
 from miles.training.checkpoint_files import DamagedFile, read_json_object, use_umask
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -33,6 +34,31 @@ def holds_adapter(folder: Path) -> bool:
     return adapter_folder(folder).is_dir()
 
 
+def selecting_names(adapted: Collection[str], linear: Iterable[str]) -> list[str]:
+    """Return the names that select ``adapted`` of all ``linear`` layers: short ones, which engines read, if they do."""
+    short = {_last(name) for name in adapted}
+    others = set(linear).difference(adapted)
+    return sorted(adapted if any(_last(name) in short for name in others) else short)
+
+
+def check_layer_names(lora: LoraArguments, linear: Collection[str], model: str) -> None:
+    """Raise ``ValueError`` if a flag names a layer that is none of the ``linear`` layers of ``model``."""
+    for flag, names in (("--target-modules", lora.targets), ("--exclude-modules", lora.excluded)):
+        for name in names:
+            if not any(is_named(layer, name) for layer in linear):
+                known = ", ".join(sorted({_last(layer) for layer in linear} - {"lm_head"}))
+                raise ValueError(f"{flag} {name}: {model} has no linear layer of this name; give some of {known}")
+
+
+def is_named(layer: str, name: str) -> bool:
+    """Return whether ``name``, a whole one or the end of one, selects a layer."""
+    return layer == name or layer.endswith(f".{name}")
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
 def peft_config(lora: LoraArguments, targets: str | list[str], **options: Any) -> Any:
     """Return peft's configuration of the adapter."""
     from peft import LoraConfig
@@ -47,28 +73,27 @@ def peft_config(lora: LoraArguments, targets: str | list[str], **options: Any) -
     )
 
 
-def write_adapter(
-    folder: Path, tensors: Mapping[str, torch.Tensor], layers: list[str], lora: LoraArguments, base: str
-) -> None:
-    """Write the adapter into ``folder`` as peft does: ``PeftModel.from_pretrained(base_model, folder)`` reads it.
+def write_adapter(folder: Path, tensors: Mapping[str, torch.Tensor], layers: list[str], settings: Settings) -> None:
+    """Write the adapter of the checkpoint or export ``folder`` as peft does: ``PeftModel.from_pretrained`` reads it.
 
     Collective; rank 0 writes.
 
     Args:
-        folder: Is created.
+        folder: Gets a folder for the adapter.
         tensors: ``model.layers.0.self_attn.q_proj.lora_A`` and so on: whole tensors; of rank 0.
         layers: The names that select the layers with an adapter, and no others.
-        lora: The flags of the adapter.
-        base: Name or path of the model without the adapter.
+        settings: The settings of the run, with the flags of the adapter and the model without it.
     """
     if dist.get_rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
+        within = adapter_folder(folder)
+        within.mkdir(parents=True, exist_ok=True)
         named = {f"{_PREFIX}{name}.weight": tensor.cpu().clone().contiguous() for name, tensor in tensors.items()}
-        save_file(named, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-        use_umask([folder / ADAPTER_WEIGHTS])
-        config = peft_config(lora, layers, base_model_name_or_path=base, inference_mode=True).to_dict()
+        save_file(named, within / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        use_umask([within / ADAPTER_WEIGHTS])
+        base = settings.model.hf_checkpoint
+        config = peft_config(settings.lora, layers, base_model_name_or_path=base, inference_mode=True).to_dict()
         plain = {name: sorted(value) if isinstance(value, set) else value for name, value in config.items()}
-        (folder / ADAPTER_CONFIG).write_text(json.dumps(plain, indent=2, sort_keys=True))
+        (within / ADAPTER_CONFIG).write_text(json.dumps(plain, indent=2, sort_keys=True))
     dist.barrier()
 
 

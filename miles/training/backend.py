@@ -20,10 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from miles.config.components import call, train_backend_spec
+from miles.config.components import call
 from miles.config.settings import Settings
 from miles.objective.output import LossOutput, PolicyScores
 from miles.training.checkpoint_io import StagedFiles
+from miles.training.optimizer import ScheduledOptimizer
 from miles.types.metrics import Metric
 from miles.types.train_batch import MicroBatch, MicroBatchPlan, TrainShard
 from miles.types.weights import WeightChunk
@@ -34,7 +35,6 @@ class PolicyScorer(Protocol):
 
     def __call__(self, with_entropy: bool, sharpness: float = 1.0) -> PolicyScores:
         """Compute log-probs, and the entropy if asked; of logits that are multiplied by ``sharpness``."""
-        ...
 
 
 ValueScorer: TypeAlias = Callable[[], torch.Tensor]
@@ -54,18 +54,6 @@ class StepSums:
     inside_model: dict[str, Metric] = field(default_factory=dict)  # of losses inside the model; the step's, everywhere
 
 
-class Optimizer(Protocol):
-    """The optimizer of one model (training/optimizer.py)."""
-
-    def step(self) -> dict[str, Metric]:
-        """Clip, update, advance the schedule, clear the gradients; returns ``grad_norm`` and ``lr``."""
-        ...
-
-    def skip(self) -> dict[str, Metric]:
-        """Clear the gradients of a step without a loss token; weights and schedule stay unchanged."""
-        ...
-
-
 class ScoredModel(Protocol[Scorer_co]):
     """A model that is read and not trained here: reference, teacher, or policy and critic while they are scored."""
 
@@ -76,23 +64,20 @@ class ScoredModel(Protocol[Scorer_co]):
 
         Returns what ``function`` makes of each, in order, on the last pipeline stage; an empty list on the others.
         """
-        ...
 
 
 class TrainedModel(ScoredModel[Scorer_co], Protocol[Scorer_co]):
     """A model that learns: the policy, or the critic."""
 
     @property
-    def optimizer(self) -> Optimizer:
+    def optimizer(self) -> ScheduledOptimizer:
         """Its optimizer."""
-        ...
 
     def forward_backward(self, shard: TrainShard, loss_function: LossFunction[Scorer_co]) -> StepSums:
         """Accumulate the step's gradient, the plain sum of ``LossOutput.loss`` over micro-batches and ranks.
 
         ``shard.score_only`` is run as well, forward only, for its metrics.
         """
-        ...
 
     def take_loss_mass(self) -> torch.Tensor | None:
         """Return this rank's part of the canary's gradient, fp32 scalar, and clear it.
@@ -100,7 +85,6 @@ class TrainedModel(ScoredModel[Scorer_co], Protocol[Scorer_co]):
         The sum over ranks is the loss mass. Neither norm nor optimizer may see this gradient. None, on all ranks alike,
         if the canary was in no graph of this step.
         """
-        ...
 
 
 class TrainBackend(Protocol):
@@ -109,72 +93,58 @@ class TrainBackend(Protocol):
     @property
     def policy(self) -> TrainedModel[PolicyScorer]:
         """The model that the engine generates with."""
-        ...
 
     @property
     def critic(self) -> TrainedModel[ValueScorer] | None:
         """The value model, if the objective has one. It is on the same ranks as the policy, and split alike."""
-        ...
 
     @property
     def reference(self) -> ScoredModel[PolicyScorer] | None:
         """The frozen model that a KL is measured to, if the objective reads one."""
-        ...
 
     @property
     def teacher(self) -> ScoredModel[PolicyScorer] | None:
         """The frozen model that is distilled, if the trainer holds it."""
-        ...
 
     @property
     def token_group(self) -> dist.ProcessGroup | None:
         """The ranks that hold the tokens of a step between them, in the order of its shards; None is all ranks."""
-        ...
 
     def sum_over_ranks(self, sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
         """Add up scalars over the ranks that hold different tokens; the same names and numbers on every rank.
 
         ``sums`` has the same names in the same order on all ranks of the last pipeline stage; others' are not read.
         """
-        ...
 
     def from_last_stage(self, columns: list[np.ndarray], lengths: Sequence[int]) -> list[np.ndarray]:
         """Return on every pipeline stage the ``columns`` of the last; ``lengths`` are theirs, known on all stages."""
-        ...
 
     def export_weights(self) -> Iterator[WeightChunk]:
         """Yield full tensors under Hugging Face names, in chunks, in compute dtype; every rank iterates to the end."""
-        ...
 
     def offload(self) -> None:
         """Move weights and optimizer to host memory, and free the GPU's. Only ``onload`` may follow."""
-        ...
 
     def onload(self) -> None:
         """Move them back."""
-        ...
 
     def refresh_reference(self) -> None:
         """Let the reference follow the policy (training/scoring.py); under --ref-update-interval only."""
-        ...
 
     def export_hf(self, folder: Path) -> None:
         """Write a folder that transformers' ``from_pretrained`` loads; the tokenizer is the launcher's to add."""
-        ...
 
     def save(self, folder: Path, state: dict[str, Any], staged: StagedFiles | None = None) -> None:
         """Write models, optimizers, schedules, random state and ``state`` (the launcher's own) into ``folder``.
 
         Tensors go into ``staged`` if it is given, for the caller to write.
         """
-        ...
 
     def load(self, folder: Path, optimizer: bool = True, rng: bool = True, reference: bool = True) -> dict[str, Any]:
         """Read what ``save`` wrote; returns ``state``.
 
         Without ``reference``, one that follows the policy starts again, at ``--ref-load``.
         """
-        ...
 
 
 def build_backend(settings: Settings, device: torch.device, total_steps: int) -> TrainBackend:
@@ -188,7 +158,7 @@ def build_backend(settings: Settings, device: torch.device, total_steps: int) ->
     Raises:
         ValueError: If no backend has this name, or the backend refuses the settings.
     """
-    spec = train_backend_spec(settings.training.train_backend)
+    spec = settings.backend
     backend: TrainBackend = call(spec.builder, settings, device, total_steps)
     return backend
 
@@ -215,40 +185,31 @@ class RehearsedBackend(TrainBackend, Protocol):
 
     def weights(self) -> Iterator[torch.Tensor]:
         """Yield what holds the weights that the models compute with."""
-        ...
 
     def gradients(self) -> Iterator[torch.Tensor]:
         """Yield what holds gradients between the passes of a step and its optimizer."""
-        ...
 
     def optimizer_states(self) -> Iterator[torch.Tensor]:
         """Yield moments and master weights, as far as they exist."""
-        ...
 
     @property
     def vocabulary(self) -> int:
         """The width of this rank's logits."""
-        ...
 
     def expect(self, shard: TrainShard) -> None:
         """Prepare to run ``shard``, whose micro-batches are all alike."""
-        ...
 
     def hold_gradients(self, model: Any) -> None:
         """Allocate the gradients of ``model`` that are missing, as a micro-batch would, without computing them."""
-        ...
 
     def allocate_states(self, model: Any) -> None:
         """Allocate the state that the optimizer of ``model`` keeps between steps."""
-        ...
 
     def traced_micro_batches(self, micro_batches: int) -> int:
         """Return how many of a step's micro-batches must run to include every operation."""
-        ...
 
     def micro_batches_in_flight(self, micro_batches: int) -> int:
         """Return the number of a step's micro-batches whose activations this rank holds at once."""
-        ...
 
 
 def build_rehearsed(
@@ -267,7 +228,7 @@ def build_rehearsed(
     Raises:
         ValueError: The backend refuses the model, or cannot be rehearsed with a flag.
     """
-    spec = train_backend_spec(settings.training.train_backend)
+    spec = settings.backend
     built: AbstractContextManager[RehearsedBackend] = call(
         spec.rehearsal, settings, torch.device("cpu"), total_steps, leave_out, imbalance
     )

@@ -10,23 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from miles.config.components import TRAIN_BACKENDS
-from miles.training.checkpoint_files import (
-    MANIFEST,
-    STATE,
-    CheckCost,
-    DamagedFile,
-    check_against_manifest,
-    check_lists,
-    critic_folder,
-    has_manifest,
-    is_random_state,
-    is_reference,
-    iterations_of,
-    random_state_of,
-    read_json_object,
-    read_state,
-    reference_folder,
-)
+from miles.training import checkpoint_files as files
+from miles.training.checkpoint_files import MANIFEST, STATE, CheckCost, DamagedFile, check_against_manifest
 from miles.types.data_position import check_position
 
 
@@ -44,31 +29,31 @@ def check_checkpoint(folder: Path) -> CheckCost | None:
             raise DamagedFile("the folder is empty")
     except OSError as error:
         raise DamagedFile(f"the folder cannot be read ({error.strerror})") from None
-    state = read_state(folder)
+    state = files.read_state(folder)
     if not {"rollouts_done", "prompts"} <= state["launcher"].keys():
         raise DamagedFile(f"{STATE} lacks the state of the run")
     try:
         check_position(state["launcher"]["prompts"])
     except ValueError as fault:
         raise DamagedFile(f"{STATE} has no position in the prompts ({fault})") from None
-    done, named = state["launcher"]["rollouts_done"], iterations_of(folder)
+    done, named = state["launcher"]["rollouts_done"], files.iterations_of(folder)
     if named not in (None, done):
         raise DamagedFile(f"{STATE} is of {done} iterations, and the name of the folder says {named}")
-    if state.get("manifest") and not has_manifest(folder):
+    if state.get("manifest") and not files.has_manifest(folder):
         raise DamagedFile(f"{MANIFEST} is missing")
-    cost = check_against_manifest(folder) if has_manifest(folder) else None
+    cost = check_against_manifest(folder) if files.has_manifest(folder) else None
     _check_contents(folder, state, is_verified=cost is not None)
-    for within in (critic_folder(folder), reference_folder(folder)):
+    for within in (files.critic_folder(folder), files.reference_folder(folder)):
         if not within.is_dir():
             continue
         if cost is not None:
-            check_lists(folder, within.name)
+            files.check_lists(folder, within.name)
         try:
-            _check_contents(within, read_state(within), is_verified=cost is not None)
+            _check_contents(within, files.read_state(within), is_verified=cost is not None)
         except DamagedFile as fault:
             raise DamagedFile(f"{within.name}/{fault}") from None
-    if not (folder / random_state_of(0)).is_file():
-        raise DamagedFile(f"{random_state_of(0)} is missing")
+    if not (folder / files.random_state_of(0)).is_file():
+        raise DamagedFile(f"{files.random_state_of(0)} is missing")
     return cost
 
 
@@ -83,12 +68,12 @@ def check_weights(folder: Path) -> CheckCost | None:
     Raises:
         DamagedFile: If the weights cannot be loaded as they were saved.
     """
-    if not is_reference(folder):
+    if not files.is_reference(folder):
         return check_checkpoint(folder)
-    whole, state = folder.parent, read_state(folder)
-    if (whole / STATE).is_file() and read_state(whole).get("manifest") and not has_manifest(whole):
+    whole, state = folder.parent, files.read_state(folder)
+    if (whole / STATE).is_file() and files.read_state(whole).get("manifest") and not files.has_manifest(whole):
         raise DamagedFile(f"../{MANIFEST} is missing")
-    cost = check_against_manifest(whole, folder.name) if has_manifest(whole) else None
+    cost = check_against_manifest(whole, folder.name) if files.has_manifest(whole) else None
     _check_contents(folder, state, is_verified=cost is not None)
     return cost
 
@@ -99,7 +84,7 @@ def _check_contents(folder: Path, state: dict[str, Any], is_verified: bool) -> N
     if backend not in TRAIN_BACKENDS:
         raise DamagedFile(f"{STATE} names an unknown training backend, {backend!r}")
     for name in TRAIN_BACKENDS[backend].checkpoint_json:
-        read_json_object(folder, name)
+        files.read_json_object(folder, name)
     if not is_verified:
         _check_tensors(folder)
 
@@ -110,5 +95,5 @@ def _check_tensors(folder: Path) -> None:
     check_files_of_index(folder, read_index(folder))
     for path in sorted(folder.glob("*.pt")):
         tensors = read_tensors(folder, path.name)
-        if is_random_state(path.name) and "cpu" not in tensors:
+        if files.is_random_state(path.name) and "cpu" not in tensors:
             raise DamagedFile(f"{path.name} holds no random state")

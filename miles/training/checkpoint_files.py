@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from miles.base.storage import PLACEHOLDER
+from miles.base.storage import PLACEHOLDER, is_inside
 from miles.config.checkpoint import checkpoint_name
 
 
@@ -67,12 +67,20 @@ def appearing_whole(folder: Path) -> Iterator[Path]:
     """
     folder = folder.resolve()  # a link stays, and its target is replaced
     _recover(folder)
-    staged, replaced = _staged(folder), _replaced(folder)
+    staged = _staged(folder)
     shutil.rmtree(staged, ignore_errors=True)
     staged.mkdir(parents=True)
     yield staged
     sync_tree(staged)
+    _put_in_place(folder)
+    _recover(folder)
+
+
+def _put_in_place(folder: Path) -> None:
+    """Rename the staged folder to ``folder``; one that is there gets its ``.replaced_`` name."""
+    staged, replaced = _staged(folder), _replaced(folder)
     if folder.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
         folder.rename(replaced)
         try:
             staged.rename(folder)
@@ -82,7 +90,6 @@ def appearing_whole(folder: Path) -> Iterator[Path]:
     else:
         staged.rename(folder)
     sync(folder.parent)
-    _recover(folder)
 
 
 def recover_exports(template: str) -> None:
@@ -253,21 +260,12 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
 
 
 def _record(name: str, entry: object) -> FileRecord:
-    path = Path(name)
-    if path.is_absolute() or ".." in path.parts or "\0" in name or not _encodes(name):
+    if not is_inside(name) or name.encode(errors="ignore").decode() != name:
         raise DamagedFile(f"{MANIFEST} names a file outside of the checkpoint ({name[:100]!r})")
     size, digest = (entry.get("bytes"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)
     if type(size) is not int or size < 0 or not isinstance(digest, str) or not _SHA256.fullmatch(digest):
         raise DamagedFile(f"{MANIFEST} has a malformed entry ({name[:100]!r})")
     return FileRecord(size, digest)
-
-
-def _encodes(name: str) -> bool:
-    try:
-        os.fsencode(name)
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _check_size(folder: Path, name: str, expected: int) -> None:
@@ -373,15 +371,8 @@ def publish(root: Path, iterations_done: int, known: Mapping[str, FileRecord] | 
     staged, final = staging_path(root, iterations_done), checkpoint_path(root, iterations_done)
     write_manifest(staged, known or {})
     sync_tree(staged)
-    if final.exists():
-        replaced = root / f".replaced_{checkpoint_name(iterations_done)}"
-        shutil.rmtree(replaced, ignore_errors=True)
-        final.rename(replaced)
-        staged.rename(final)
-        sync(root)
-        shutil.rmtree(replaced)
-    else:
-        staged.rename(final)
+    _put_in_place(final)
+    shutil.rmtree(_replaced(final), ignore_errors=True)
     sync(root)
     return final
 
@@ -431,7 +422,7 @@ def checkpoint_path(root: Path, iterations_done: int) -> Path:
 
 def staging_path(root: Path, iterations_done: int) -> Path:
     """Return the folder that ``staging`` creates."""
-    return root / f".writing_{checkpoint_name(iterations_done)}"
+    return _staged(checkpoint_path(root, iterations_done))
 
 
 def bytes_being_written(root: Path) -> int | None:

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
+from miles.base.attributes import set_within
 from miles.training.checkpoint_files import DamagedFile, in_one_line, random_state_of, read_bytes, write_through
 
 # Read what checkpoints pickle without running code that a file names.
@@ -122,16 +123,15 @@ def restricted_loading() -> Iterator[None]:
         value.seek(0)
         load_bytes(planner, read_item, value)
 
-    torch_distributed: Any = filesystem
-    planner_of_torch: Any = default_planner.DefaultLoadPlanner
     unrestricted = os.environ.pop(_UNRESTRICTED, None)
-    torch_distributed.pickle = SimpleNamespace(load=_load, dump=pickle.dump)
-    planner_of_torch.load_bytes = check_first
+    restricted = SimpleNamespace(load=_load, dump=pickle.dump)
     try:
-        yield
+        with (
+            set_within(filesystem, pickle=restricted),
+            set_within(default_planner.DefaultLoadPlanner, load_bytes=check_first),
+        ):
+            yield
     finally:
-        torch_distributed.pickle = pickle
-        planner_of_torch.load_bytes = load_bytes
         if unrestricted is not None:
             os.environ[_UNRESTRICTED] = unrestricted
 
@@ -159,28 +159,30 @@ def _check_index(index: Any) -> None:
             raise ValueError("it refers to a place that no file has")
 
 
-class StagedFiles:
-    """Files of a checkpoint that are complete in memory."""
+class StagedFiles(FileSystem):
+    """torch's file system, whose files stay in memory until they are written. Folders are made on the disk."""
 
     def __init__(self) -> None:
         self._contents: dict[Path, _Content] = {}
 
-    def create(self, path: Path) -> io.BufferedIOBase:
-        """Return an empty file; closing it keeps its content."""
-        content = self._contents[path] = _Content()
-        return content
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:  # as torch's own: any file
+        """Yield an empty file; closing it keeps its content."""
+        assert mode == "wb", "a checkpoint is written, and not read"
+        content = self._contents[Path(path)] = _Content()
+        yield content
 
-    def holds(self, path: Path) -> bool:
-        """Return whether a file is there."""
-        return path in self._contents
+    def exists(self, path: str | os.PathLike[str]) -> bool:
+        """Return whether a file is there, or on the disk."""
+        return Path(path) in self._contents or super().exists(path)
 
-    def rename(self, path: Path, new: Path) -> None:
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         """Give a file another name."""
-        self._contents[new] = self._contents.pop(path)
+        self._contents[Path(new_path)] = self._contents.pop(Path(path))
 
-    def remove(self, path: Path) -> None:
+    def rm_file(self, path: str | os.PathLike[str]) -> None:
         """Forget a file."""
-        del self._contents[path]
+        del self._contents[Path(path)]
 
     def write(self) -> None:
         """Write the files to the disk one by one, and free the memory of each. Raises ``OSError``."""
@@ -217,34 +219,13 @@ class _Content(io.BufferedIOBase):
             yield self._pieces.popleft()
 
 
-class _InMemory(FileSystem):
-    """torch's file system, whose files stay in memory. Folders are made on the disk."""
-
-    def __init__(self, staged: StagedFiles) -> None:
-        self._staged = staged
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:  # as torch's own: any file
-        assert mode == "wb", "a checkpoint is written, and not read"
-        yield self._staged.create(Path(path))
-
-    def exists(self, path: str | os.PathLike[str]) -> bool:
-        return self._staged.holds(Path(path)) or super().exists(path)
-
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        self._staged.rename(Path(path), Path(new_path))
-
-    def rm_file(self, path: str | os.PathLike[str]) -> None:
-        self._staged.remove(Path(path))
-
-
 class StagingWriter(FileSystemWriter):
     """torch's writer of a checkpoint, into ``staged`` if given, else to the disk."""
 
     def __init__(self, folder: str | Path, staged: StagedFiles | None = None, **options: Any) -> None:
         super().__init__(folder, sync_files=staged is None, **options)
         if staged is not None:
-            self.fs = _InMemory(staged)
+            self.fs = staged
 
 
 @contextmanager

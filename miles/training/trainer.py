@@ -18,10 +18,10 @@ import torch.distributed as dist
 from miles.base.profiling import span
 from miles.batch.collate import TokenRecorder
 from miles.batch.convert import postprocessed
+from miles.objective.adaptive import Coefficients
 from miles.objective.aggregation import is_per_token
 from miles.objective.canary import check_loss_mass
 from miles.objective.chosen import build_objective
-from miles.objective.coefficients import Coefficients
 from miles.objective.kl import masked_log_ratio
 from miles.objective.loss_types.base import Objective
 from miles.objective.output import LossOutput, add_metrics, reported
@@ -30,13 +30,13 @@ from miles.objective.token_advantages import SampleTokens, token_advantages
 from miles.objective.value_loss import value_loss_function
 from miles.training.backend import (
     LossFunction,
-    Optimizer,
     PolicyScorer,
     Scorer,
     TrainBackend,
     TrainedModel,
     ValueScorer,
 )
+from miles.training.optimizer import ScheduledOptimizer
 from miles.training.scoring import TokenSelector, needs_of, score, with_engine_log_probs
 from miles.types.groups import gather_step
 from miles.types.metrics import Metric
@@ -48,7 +48,7 @@ class Role(Generic[Scorer]):
     """A model that learns, and the loss that it learns from."""
 
     model: TrainedModel[Scorer]
-    optimizer: Optimizer
+    optimizer: ScheduledOptimizer
     loss_function: LossFunction[Scorer]
     prefix: str = ""  # of the optimizer's metrics
 
@@ -108,7 +108,7 @@ class Trainer:
         self.policy = policy_role(self.backend.policy, self.objective, self.recorder)
 
     def restore_coefficients(self, state: Mapping[str, Mapping[str, float]]) -> None:
-        """Continue with the weights of a checkpoint (objective/coefficients.py)."""
+        """Continue with the weights of a checkpoint (objective/adaptive.py)."""
         self.coefficients.restore(state)
         self._use(self.coefficients.loss)
 

@@ -210,19 +210,15 @@ def continued(first: np.ndarray | None, more: np.ndarray | None) -> np.ndarray |
     return np.concatenate([first, more[len(first) :]])
 
 
-def at_tokens(
-    choices: list[np.ndarray], sample: np.ndarray, position: np.ndarray, layers: int, topk: int
-) -> np.ndarray:
+def at_tokens(choices: list[np.ndarray], sample: np.ndarray, position: np.ndarray) -> np.ndarray:
     """Return the choices of the tokens of a micro-batch, int16 [T, layers, k], ``UNKNOWN`` for tokens without choices.
 
     Args:
-        choices: The choices of each sample.
+        choices: The choices of each sample, of which there is one at least.
         sample: The sample of each token, int64 [T]; -1 for padding.
         position: Its position in the sample, int64 [T].
-        layers: The decoder layers of the model.
-        topk: k.
     """
-    result = np.full((len(sample), layers, topk), UNKNOWN, np.int16)
+    result = np.full((len(sample), *choices[0].shape[1:]), UNKNOWN, np.int16)
     for number, of_sample in enumerate(choices):
         held = np.flatnonzero((sample == number) & (position < len(of_sample)))
         result[held] = of_sample[position[held]]

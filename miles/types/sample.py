@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import base64
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -194,8 +195,28 @@ class PromptGroup:
     baseline_tokens: int = 0  # of that response
 
     @property
+    def trajectories(self) -> list[list[Sample]]:
+        """The samples of each trajectory, in the order of their first ones."""
+        return in_trajectories(self.samples)
+
+    @property
     def rewards(self) -> list[float]:
         """The rewards of the samples, in order. All samples must have been scored."""
-        rewards = [s.reward for s in self.samples]
-        assert all(r is not None for r in rewards), f"group {self.group_index} has unscored samples"
-        return [float(r) for r in rewards if r is not None]
+        return [self._reward(sample) for sample in self.samples]
+
+    @property
+    def trajectory_rewards(self) -> list[float]:
+        """The reward of each trajectory, as estimators have it: the mean of its samples' rewards."""
+        return [fmean(map(self._reward, trajectory)) for trajectory in self.trajectories]
+
+    def _reward(self, sample: Sample) -> float:
+        assert sample.reward is not None, f"group {self.group_index} has unscored samples"
+        return float(sample.reward)
+
+
+def in_trajectories(samples: Iterable[Sample]) -> list[list[Sample]]:
+    """Return the samples of each trajectory, in the order of their first ones."""
+    by_trajectory: dict[tuple[int, int | None], list[Sample]] = {}
+    for sample in samples:
+        by_trajectory.setdefault((sample.group_index, sample.trajectory_id), []).append(sample)
+    return list(by_trajectory.values())

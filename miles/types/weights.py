@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 if TYPE_CHECKING:  # the launcher handles weights by reference, and torch takes seconds to import
     import torch
+
+T = TypeVar("T")
 
 BUCKET_BYTES = 256 * 1024**2
 
@@ -27,18 +29,24 @@ class WeightChunk:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
+def in_buckets(items: Iterable[tuple[str, T]], size_of: Callable[[T], int], limit: int) -> Iterator[dict[str, T]]:
+    """Group ``items`` in order into buckets of at most ``limit`` bytes; a larger item is its own bucket."""
+    bucket: dict[str, T] = {}
+    total = 0
+    for name, item in items:
+        size = size_of(item)
+        if bucket and total + size > limit:
+            yield bucket
+            bucket, total = {}, 0
+        bucket[name] = item
+        total += size
+    if bucket:
+        yield bucket
+
+
 def in_chunks(weights: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int = BUCKET_BYTES) -> Iterator[WeightChunk]:
     """Group ``weights`` in order into chunks of at most ``bucket_bytes``; a larger tensor is its own chunk."""
-    bucket: dict[str, torch.Tensor] = {}
-    size = 0
-    for name, tensor in weights:
-        if bucket and size + tensor.nbytes > bucket_bytes:
-            yield WeightChunk(bucket)
-            bucket, size = {}, 0
-        bucket[name] = tensor
-        size += tensor.nbytes
-    if bucket:
-        yield WeightChunk(bucket)
+    return map(WeightChunk, in_buckets(weights, lambda tensor: tensor.nbytes, bucket_bytes))
 
 
 @dataclass(frozen=True)

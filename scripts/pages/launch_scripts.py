@@ -32,21 +32,25 @@ from miles.config.megatron.rules import (
     TRIED,
     refusal_of,
 )
-from miles.config.needs import flags_with_needs
+from miles.config.needs import conditions
 from miles.config.notes import SAME
 from miles.config.parser import declared
 from miles.config.settings import SECTIONS
-from miles.config.sglang.flags import (
+from miles.config.sglang.installed import router_flags, server_flags
+from miles.config.sglang.rules import (
+    CHANGES_RESULTS,
     DATA_PARALLEL,
+    NOT_ALONE,
+    NOT_QUANTIZED,
+    OF_ADAPTERS,
+    OF_ADAPTERS_WHY,
     OTHER_PARALLEL,
     OWNED_BY_LAUNCHER,
+    RENAMED,
     REPLACED,
     TENSOR_PARALLEL,
     WITHOUT_KEYS,
-    known_router_flags,
-    known_server_flags,
 )
-from miles.config.sglang.rules import CHANGES_RESULTS, NOT_ALONE, NOT_QUANTIZED, OF_ADAPTERS, OF_ADAPTERS_WHY, RENAMED
 from miles.models.base import LAYER_FIELDS
 
 INTRODUCTION = """\
@@ -257,8 +261,9 @@ def _idle() -> Iterator[str]:
     yield "These flags are noted if they have no effect."
     yield from ("", "| flags | no effect if |", "|---|---|")
     reasons = dict[str, list[str]]()
-    for flag, why in flags_with_needs():
-        reasons.setdefault(why, []).append(f"`{flag}`")
+    for name, of_flag in conditions():
+        why = "; ".join(dict.fromkeys(condition.why for condition in of_flag))
+        reasons.setdefault(why, []).append(f"`{flag_name(name)}`")
     yield from (f"| {', '.join(flags)} | {why} |" for why, flags in reasons.items())
     yield ""
 
@@ -371,14 +376,14 @@ def _sglang() -> Iterator[str]:
         ("--router-policy", "obeyed", "read as --router-policy, as is every --sglang-router-NAME"),
     ]
     rows = [(f"--sglang-{flag[2:]}", verdict, text) for flag, verdict, text in rows]
-    known = {f"--sglang-{flag[2:]}" for flag in known_server_flags()}
+    known = {f"--sglang-{flag[2:]}" for flag in server_flags()}
     yield from _table("Flags of SGLang", iter(rows))
     yield "Every other flag of the installed SGLang is obeyed: it is passed on to the servers, and to the router. One"
     yield "engine needs no router, so its flags are noted then. With `--rollout-engine torch` all are noted, but for"
     yield "flags that change the responses, which are refused:"
     yield from (", ".join(f"`--sglang-{flag[2:]}`" for flag in sorted(CHANGES_RESULTS)) + ".", "")
     yield from _listed(sorted(known - {flag for flag, _, _ in rows}))
-    yield from _listed(sorted(f"--router-{flag[2:]}" for flag in known_router_flags() - {*OWNED_BY_LAUNCHER}))
+    yield from _listed(sorted(f"--router-{flag[2:]}" for flag in router_flags().keys() - {*OWNED_BY_LAUNCHER}))
 
 
 if __name__ == "__main__":

@@ -6,14 +6,15 @@ import ast
 import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from miles.base.flags import flag_name
 from miles.objective.aggregation import MODES
-from miles.objective.kl import KL_FORMS, UNBIASED_KL_SOURCES, kl_formula
-from miles.objective.registry import Term, Variant
+from miles.objective.kl import KL_FORMS, KlEstimator, kl_formula
+from miles.objective.registry import Term
 from miles.objective.settings import LossArguments
 from miles.objective.token_weights import TOKEN_WEIGHTS, TokenWeight
 
@@ -22,6 +23,80 @@ CONFORMANCE = TESTS.parent / "conformance"
 PAPER = re.compile(r"\b\d{4}\.\d{5}\b")
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(LossArguments)}
 _DIVISOR = 1024.0  # of the modes that have one; it has no default
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A setting of a token weight that has a name and its own source: a row of the table.
+
+    Attributes:
+        name: The name.
+        settings: The flags that choose it, with their values.
+        sources: Its origin: arXiv numbers, addresses, or a few words.
+    """
+
+    name: str
+    settings: Mapping[str, Any]
+    sources: tuple[str, ...]
+
+
+# "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (Yao et al. 2025), and "When Speed Kills
+# Stability: Demystifying RL Collapse from the Training-Inference Mismatch" (Liu et al. 2025).
+_OFF_POLICY = "https://fengyao.notion.site/off-policy-rl"
+_SPEED = "https://yingru.notion.site/When-Speed-Kills-Stability-271211a558b7808d8b12d403fd15edda"
+# The variants of each token weight, by the flag that turns it on; the first has the defaults.
+VARIANTS: dict[str, tuple[Variant, ...]] = {
+    "use_tis": (
+        Variant("TIS", {"use_tis": True}, (_OFF_POLICY,)),
+        Variant("TIS by sequence", {"use_tis": True, "tis_level": "sequence"}, (_SPEED,)),
+        Variant(
+            "TIS by geometric mean", {"use_tis": True, "tis_level": "geometric"}, ("miles' and slime's `mis.yaml`",)
+        ),
+        Variant(
+            "batch-normalized TIS",
+            {"use_tis": True, "tis_batch_normalize": True},
+            ("verl's `rollout_is_batch_normalize`",),
+        ),
+        Variant("IcePop", {"use_tis": True, "tis_mode": "icepop"}, ("2510.18855",)),
+    ),
+    "use_rs": (
+        Variant("rejection", {"use_rs": True}, (_SPEED,)),
+        Variant("rejection by sequence", {"use_rs": True, "rs_level": "sequence"}, (_SPEED,)),
+        Variant("rejection by geometric mean", {"use_rs": True, "rs_level": "geometric"}, (_SPEED,)),
+        Variant("veto", {"use_rs": True, "rs_veto_threshold": 1e-4}, ("verl's `rollout_token_veto_threshold`",)),
+    ),
+    "use_opsm": (Variant("OPSM", {"use_opsm": True}, ("2512.02556",)),),
+    "top_entropy_quantile": (Variant("top-entropy mask", {"top_entropy_quantile": 0.2}, ("2506.01939",)),),
+}
+
+
+@dataclass(frozen=True)
+class KlGradient:
+    """An estimator of the KL on the page.
+
+    Attributes:
+        gradient: Its expected gradient in the loss, on-policy.
+        weighted: The same with ``--use-unbiased-kl``, on- and off-policy; None if that is refused.
+        sources: Its origin, as in ``Variant``.
+    """
+
+    gradient: str
+    weighted: str | None
+    sources: tuple[str, ...]
+
+
+_SCHULMAN = "http://joschu.net/blog/kl-approx.html"
+_OF_KL, _OF_REVERSE = "of KL(policy, reference)", "of KL(reference, policy)"
+_UNCLAMPED = "if nothing is clamped"
+KL_GRADIENTS: dict[KlEstimator, KlGradient] = {
+    "k1": KlGradient("0", _OF_KL, (_SCHULMAN, "2506.09477")),
+    "k2": KlGradient(_OF_KL, "of the mean of d² / 2", (_SCHULMAN, "2506.09477")),
+    "k3": KlGradient(_OF_REVERSE, _OF_KL, (_SCHULMAN, "2506.09477")),
+    "low_var_kl": KlGradient(f"{_OF_REVERSE}, {_UNCLAMPED}", f"{_OF_KL}, {_UNCLAMPED}", (_SCHULMAN, "verl's name")),
+    "k1+": KlGradient(_OF_KL, None, ("2506.09477", "verl's name")),
+    "k3+": KlGradient(_OF_KL, None, ("2506.09477", "verl's name")),
+}
+UNBIASED_KL_SOURCES = ("2512.02556",)  # of --use-unbiased-kl
 
 
 def markdown_row(cells: Iterable[str]) -> str:
@@ -101,7 +176,7 @@ def corrections_table() -> Iterator[str]:
     yield from ("| name | flags that choose it | paper | weight w of a token's loss | bounds | tested in |",)
     yield "|---|---|---|---|---|---|"
     for weight in TOKEN_WEIGHTS:
-        for variant in weight.variants:
+        for variant in VARIANTS[weight.switch]:
             flags = [_typed(name, value) for name, value in variant.settings.items()]
             numbers = [name for name in weight.reads if _kind(_DEFAULTS[name]) is float]
             yield markdown_row(
@@ -126,8 +201,9 @@ def kl_table() -> Iterator[str]:
     """Yield the section on the estimators of the KL."""
     yield from ("", "## KL to the reference model", "", f"Flag: `{flag_name('kl_loss_type')}`.", "")
     yield from ("| name | paper | equation | expected gradient | tested in |", "|---|---|---|---|---|")
-    for name, form in KL_FORMS.items():
-        for is_weighted, gradient in ((False, form.gradient), (True, form.weighted_gradient)):
+    for name in KL_FORMS:
+        form = KL_GRADIENTS[name]
+        for is_weighted, gradient in ((False, form.gradient), (True, form.weighted)):
             if gradient is None:
                 continue
             loss = LossArguments(use_kl_loss=True, kl_loss_coef=1.0, kl_loss_type=name, use_unbiased_kl=is_weighted)

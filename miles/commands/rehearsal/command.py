@@ -1,12 +1,16 @@
-"""The command: ``--rehearse``, and ``miles rehearse``."""
+"""The command: ``--rehearse``, ``miles rehearse``, and what run/launcher.py rehearses alongside a run."""
 
 import json
 import logging
+import os
+import pickle
 import sys
 import time
 from pathlib import Path
 
-from miles.commands.rehearsal.rehearsal import advise, rehearse_settings
+from miles.base.host import GIB
+from miles.base.processes import die_with_parent
+from miles.commands.rehearsal.rehearsal import advise, foresee_trainer, rehearse_settings
 from miles.commands.rehearsal.report import as_json, as_page, as_text
 from miles.commands.rehearsal.trace import Tracers
 from miles.config.validate import Validated
@@ -50,3 +54,21 @@ def _is_written(path: str, text: str) -> bool:
         print(f"miles: error: {path}: cannot be written ({error.strerror}); give another path", file=sys.stderr)
         return False
     return True
+
+
+def main() -> None:
+    """Trace the run of the settings on stdin, and write what its fullest rank allocates, in GiB, as JSON."""
+    die_with_parent(os.getppid())
+    settings = pickle.load(sys.stdin.buffer)
+    os.nice(10)
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    result: dict[str, float | str]
+    try:
+        result = {"gib": foresee_trainer(settings) / GIB}
+    except Exception as error:  # the launcher notes it, and the run continues
+        result = {"error": str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"}
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

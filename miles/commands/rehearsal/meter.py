@@ -14,11 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple, TypeAlias
-from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.distributed_c10d import GroupName
 from torch.distributed.tensor import DTensor
@@ -27,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
+from miles.base.attributes import set_within
 from miles.objective import token_log_probs
 from miles.training import packed_attention
 from miles.training.fsdp import plain_layers
@@ -304,7 +303,6 @@ class Known(NamedTuple):
     made: tuple[_Made, ...]
     container: type | None  # of the tensors that it returns; None for one tensor
     work: Work | None
-    converted: int  # bytes that a host copies for it
 
 
 class KnownOperations:
@@ -349,7 +347,6 @@ class KnownOperations:
         result: Any,
         made: list[torch.Tensor],
         work: Work | None,
-        converted: int,
     ) -> None:
         """Note the result of a call, unless it is not clear how to repeat it."""
         if key in self._known:
@@ -365,7 +362,7 @@ class KnownOperations:
             self._known[key] = None
             return
         container = None if isinstance(result, torch.Tensor) else type(result)
-        self._known[key] = Known(tuple(how for how in recipes if how), container, work, converted)
+        self._known[key] = Known(tuple(how for how in recipes if how), container, work)
 
     def repeat(self, known: Known, tensors: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
         """Return the result of a known operation on other tensors, and the tensors in it."""
@@ -461,35 +458,30 @@ EXTRA_FLOPS: dict[Any, Callable[..., int]] = {aten._grouped_mm: _grouped_mm_flop
 
 
 NOT_SENDING = ("barrier", "wait_tensor", "recv")
-COPIED_BY_GLOO = ("allgather", "reduce_scatter")  # through a buffer as large as the whole (ProcessGroupGloo.cpp)
 CUDA_BLOCK = 512  # bytes to which PyTorch's allocator rounds
 
 
 class Meter(TorchDispatchMode):
-    """Records every operation of a rank. Enter ``fake`` first, then the meter.
+    """Records every operation of a rank on a GPU. Enter ``fake`` first, then the meter.
 
     Attributes:
         phase: The phase that the rank is in.
         record: The operations so far.
     """
 
-    def __init__(self, fake: FakeTensorMode, vocabulary: int, on_gpu: bool = True) -> None:
+    def __init__(self, fake: FakeTensorMode, vocabulary: int) -> None:
         """Start with an empty record.
 
         Args:
             fake: The mode that runs the operations.
             vocabulary: Tells logits from activations: their last dimension.
-            on_gpu: Whether allocations are made on a GPU, whose allocator rounds sizes up, or on this host, where
-                operations and collectives copy data that a GPU reads in place.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.fake = fake
-        self.on_gpu = on_gpu
         self.phase = Phase.BUILD
         self.record = Record()
         self._operations = KnownOperations(fake)
         self.vocabulary = vocabulary
-        self._block = CUDA_BLOCK if on_gpu else 1
         self._live: dict[int, tuple[int, int]] = {}  # a storage's address: its number, and its bytes
         self._numbers = 0
         self._is_paused = False
@@ -511,24 +503,21 @@ class Meter(TorchDispatchMode):
         under the same fake mode.
         """
         original, infer = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
-        meter = self
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
             result = original(storage, size)
-            meter._resized(storage)
+            self._resized(storage)
             return result
 
         def infer_unseen(*args: Any, **named: Any) -> Any:
-            with meter.unseen():
+            with self.unseen():
                 return infer(*args, **named)
 
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
-        ShardingPropagator._propagate_tensor_meta_non_cached = infer_unseen  # type: ignore[method-assign]
-        try:
+        with (
+            set_within(torch.UntypedStorage, resize_=resize),
+            set_within(ShardingPropagator, _propagate_tensor_meta_non_cached=infer_unseen),
+        ):
             yield
-        finally:
-            ShardingPropagator._propagate_tensor_meta_non_cached = infer  # type: ignore[method-assign]
-            torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
@@ -579,7 +568,7 @@ class Meter(TorchDispatchMode):
             result, made = self._operations.repeat(known, reads)
             for tensor in made:
                 self._track(tensor)
-            self._note_work(known.work, known.converted)
+            self._note_operation(func, reads, made, known.work)
             return result
         result = self._run(func, args, kwargs, is_real)
         made = [leaf for leaf in tree_iter(result) if isinstance(leaf, torch.Tensor)]
@@ -590,10 +579,10 @@ class Meter(TorchDispatchMode):
             return result
         if func.name() == "fsdp::chunk_cat":
             self.label(reads, MemoryKind.GRADIENTS)  # whole ones, on their way to the reduction
-        work, converted = _work_of(func, args, kwargs, reads, made, result)
-        self._note_work(work, converted)
+        work = _work_of(func, args, kwargs, reads, made, result)
+        self._note_operation(func, reads, made, work)
         if key is not None and not is_real:
-            self._operations.learn(key, reads, result, made, work, converted)
+            self._operations.learn(key, reads, result, made, work)
         return result
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_real: bool) -> Any:
@@ -631,13 +620,6 @@ class Meter(TorchDispatchMode):
         number, size = self._live.pop(key)
         self.record.add(number, -size, self.phase)
 
-    def _note_passing(self, size: int, kind: MemoryKind) -> None:
-        """Record ``size`` bytes that are released before the next operation."""
-        self._numbers += 1
-        self.record.kinds[self._numbers] = kind
-        for change in (size, -size):
-            self.record.add(self._numbers, change, self.phase)
-
     def _resized(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
         if key not in self._live:
@@ -649,7 +631,7 @@ class Meter(TorchDispatchMode):
         self.record.add(number, size - before, self.phase)
 
     def _rounded(self, size: int) -> int:
-        return -(-size // self._block) * self._block
+        return -(-size // CUDA_BLOCK) * CUDA_BLOCK
 
     def _note_message(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:
         ranks = _ranks_of(args, kwargs)
@@ -662,28 +644,27 @@ class Meter(TorchDispatchMode):
             if entry is not None and name not in ("broadcast", "allreduce", "send"):
                 self.record.kinds.setdefault(entry[0], MemoryKind.COMMUNICATION)
         size = max(sum(leaf.nbytes for leaf in tree_iter(each) if isinstance(leaf, torch.Tensor)) for each in args)
-        self.record.tally(self.phase).messages[Message(name, size, ranks)] += 1
-        if not self.on_gpu and name in COPIED_BY_GLOO:
-            self._note_passing(size, MemoryKind.COMMUNICATION)
+        self._note_sent(Message(name, size, ranks))
 
-    def _note_work(self, work: Work | None, converted: int) -> None:
-        """Count an operation, and on a host the bytes that it copies to another dtype and releases."""
-        if converted and not self.on_gpu:
-            self._note_passing(converted, _KIND_OF_PHASE.get(self.phase, MemoryKind.ACTIVATIONS))
+    def _note_sent(self, message: Message) -> None:
+        self.record.tally(self.phase).messages[message] += 1
+
+    def _note_operation(
+        self, func: Any, reads: list[torch.Tensor], made: list[torch.Tensor], work: Work | None
+    ) -> None:
         if work is not None:
             self.record.tally(self.phase).work[work] += 1
 
 
 def _work_of(
     func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], made: list[torch.Tensor], result: Any
-) -> tuple[Work | None, int]:
-    """Return the work of an operation, if it has any, and the bytes that it copies on a host to another dtype."""
+) -> Work | None:
+    """Return the work of an operation, if it has any."""
     if func.is_view or not (tensors or made):
-        return None, 0
+        return None
     floating = [tensor for tensor in (*tensors, *made) if tensor.is_floating_point()]
     if not floating:
-        return None, 0
-    converted = _converted_bytes(func, tensors, made) if torch.Tag.pointwise in func.tags else 0
+        return None
     packet = func._overloadpacket
     flops = 0
     if packet in EXTRA_FLOPS:
@@ -691,10 +672,10 @@ def _work_of(
     elif packet in flop_registry:
         flops = flop_registry[packet](*args, **kwargs, out_val=result)
     if func._opname in ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"):
-        return None, converted
+        return None
     read, written = {id(tensor): tensor.nbytes for tensor in tensors}, sum(tensor.nbytes for tensor in made)
     itemsize = floating[0].element_size()  # of the first operand; some kernels return statistics in fp32
-    return Work(flops, sum(read.values()) + written, itemsize), converted
+    return Work(flops, sum(read.values()) + written, itemsize)
 
 
 def _assumed(value: torch.Tensor) -> Any:
@@ -738,22 +719,6 @@ def _grouped_in_fp32(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None
     return (
         a.new_empty(*a.shape[:-1], b.shape[-1]) if a.ndim == 2 or b.ndim == 3 else a.new_empty(a.shape[1], b.shape[1])
     )
-
-
-def _converted_bytes(func: Any, tensors: list[torch.Tensor], made: list[torch.Tensor]) -> int:
-    """Return the bytes of the copies that an elementwise operation makes on a CPU if its tensors differ in dtype.
-
-    PyTorch's ``TensorIterator`` converts operands, and a result that is given, to a common dtype. On a GPU the kernel
-    does that number by number.
-    """
-    operands = tensors[1:] if func._opname == "where" else tensors
-    if len({tensor.dtype for tensor in operands}) < 2:
-        return 0
-    _, common = elementwise_dtypes(*operands, type_promotion_kind=ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT)
-    converted = [tensor for tensor in operands if tensor.dtype != common]
-    if func._schema.is_mutable:  # the result is one of the operands
-        converted += [tensor for tensor in made if tensor.dtype != common]
-    return sum(tensor.numel() * common.itemsize for tensor in converted)
 
 
 def _fake_coalesced(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -869,14 +834,14 @@ def fused_attention() -> Iterator[None]:
     attention over short rows by products, norms and rotary positions with few operations.
     """
     with (
-        mock.patch.multiple(
+        set_within(
             packed_attention,
             _fused_attention=_attend,
             _without_repeated_queries=lambda spans, packed: iter(spans),
             SHORT=0,
         ),
-        mock.patch.object(plain_layers, "_is_ours", lambda hidden_states, config: False),
-        mock.patch.object(token_log_probs, "CACHED_BYTES", 0),
+        set_within(plain_layers, _is_ours=lambda hidden_states, config: False),
+        set_within(token_log_probs, CACHED_BYTES=0),
     ):
         yield
 

@@ -23,7 +23,6 @@ from miles.commands.rehearsal.roofline import (
     sync_seconds,
 )
 from miles.commands.rehearsal.trace import Job, RankTrace, Tracers, step_of_one_rank, trace_rank
-from miles.config.components import train_backend_spec
 from miles.config.megatron.settings import MegatronArguments
 from miles.config.settings import Settings
 from miles.config.validate import validate
@@ -284,8 +283,7 @@ def model_size(config: Any) -> ModelSize:
     if reads_images(config.to_dict()):
         from miles.models.images import vision_family  # a text model reads none of it
 
-        family = vision_family(config.model_type)
-        encoders = set() if family is None else set(family.encoders)
+        encoders = set(vision_family(config.model_type).encoders)
     total = active = 0
     for name, parameter in model.named_parameters():
         count = parameter.numel()
@@ -387,7 +385,7 @@ def changes(settings: Settings) -> Iterator[Change]:
         yield _set("parallel", f"--context-parallel-size {size}", context_parallel_size=size)
     if loss.log_probs_chunk_size == -1 or loss.log_probs_chunk_size > 512:
         yield _set("loss", "--log-probs-chunk-size 512", log_probs_chunk_size=512)
-    if train_backend_spec(training.train_backend).reads_megatron_flags:
+    if settings.backend.reads_megatron_flags:
         if not megatron.divides_optimizer:
             yield _set("megatron", "--use-distributed-optimizer", use_distributed_optimizer=True)
         if not megatron.optimizer_cpu_offload:

@@ -16,7 +16,6 @@ from miles.base import strict_json
 from miles.base.flags import refuse
 from miles.commands.rehearsal.meter import Message, OperationCounts, Phase
 from miles.commands.rehearsal.trace import prompt_length, response_length
-from miles.config.choice import has_servers
 from miles.config.servers.passed_on import value_of
 from miles.config.settings import Settings
 from miles.models.packing import kv_bytes_per_token
@@ -276,7 +275,7 @@ def sync_seconds(settings: Settings, parameters: int, engines: int, device: Devi
     these ways is assumed to be as fast as a network adapter, which has the bandwidth of the bus behind it.
     """
     sglang = settings.sglang
-    if sglang.writes_deltas or (has_servers(settings) and sglang.writes_weights):
+    if sglang.writes_deltas or (settings.engine.has_servers and sglang.writes_weights):
         return None
     size = (2 if settings.training.bf16 else 4) * parameters
     low = (1 + copies_sent(settings, engines)) * size / (device.network * 1e9)
@@ -285,4 +284,4 @@ def sync_seconds(settings: Settings, parameters: int, engines: int, device: Devi
 
 def copies_sent(settings: Settings, engines: int) -> int:
     """Return how often all weights leave the host of rank 0: once per engine in a broadcast, else once."""
-    return engines if has_servers(settings) and settings.sglang.update_weight_transfer_mode == "broadcast" else 1
+    return engines if settings.engine.has_servers and settings.sglang.update_weight_transfer_mode == "broadcast" else 1

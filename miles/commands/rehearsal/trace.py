@@ -9,12 +9,11 @@ from __future__ import annotations
 import gc
 import io
 import math
-import multiprocessing
 import os
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import groupby
@@ -27,6 +26,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, disable_fake_tensor_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from miles.base.attributes import set_within
+from miles.base.processes import pool_of
 from miles.batch.convert import convert
 from miles.batch.schedule import schedule_step
 from miles.commands.rehearsal.meter import (
@@ -353,13 +354,11 @@ class RankTrace:
 @contextmanager
 def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
     """Be ``rank`` of a process group whose other ranks do not exist."""
-    gather: Any = dist.all_gather_object
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    dist.all_gather_object = _equal_objects  # type: ignore[assignment]
     try:
-        yield
+        with set_within(dist, all_gather_object=_equal_objects):
+            yield
     finally:
-        dist.all_gather_object = gather
         dist.destroy_process_group()
 
 
@@ -368,13 +367,11 @@ def _equal_objects(objects: list[Any], mine: Any, *_: Any, **__: Any) -> None:
     objects[:] = [mine] * len(objects)
 
 
-@contextmanager
-def conversions_in_place() -> Iterator[None]:
+def conversions_in_place() -> AbstractContextManager[object]:
     """Let a module of fake parameters be moved to the device and dtype that it has already.
 
     PyTorch swaps fake parameters for their results, even if these are the same, and fails.
     """
-    original = torch.nn.Module._apply
 
     def apply(module: torch.nn.Module, function: Callable[[Any], Any], recurse: bool = True) -> torch.nn.Module:
         for child in module.children() if recurse else ():
@@ -388,11 +385,7 @@ def conversions_in_place() -> Iterator[None]:
                 module._buffers[name] = function(buffer)
         return module
 
-    torch.nn.Module._apply = apply  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.nn.Module._apply = original  # type: ignore[method-assign]
+    return set_within(torch.nn.Module, _apply=apply)
 
 
 @contextmanager
@@ -411,16 +404,13 @@ def no_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
-def trace_rank(
-    settings: Settings, rank: int, imbalance: float = 1.0, on_gpu: bool = True, every_layer: bool = False
-) -> RankTrace:
+def trace_rank(settings: Settings, rank: int, imbalance: float = 1.0, every_layer: bool = False) -> RankTrace:
     """Trace one rank of ``settings``, which are valid.
 
     Args:
         settings: All sections.
         rank: The trainer rank.
         imbalance: Load of its experts, relative to the average.
-        on_gpu: Whether attention and allocations are made on a GPU, or on this host.
         every_layer: Whether each of a row of equal layers runs, which takes longer and gives the same.
 
     Raises:
@@ -428,14 +418,14 @@ def trace_rank(
     """
     shard = step_of_one_rank(settings)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    meter = Meter(fake, vocabulary=0, on_gpu=on_gpu)
+    meter = Meter(fake, vocabulary=0)
     leave_out: LeaveOut = (lambda _: ()) if every_layer else partial(leave_out_equal, meter.record)
     building = build_rehearsed(settings, STEPS, leave_out, imbalance)  # imports the backend, whose modules hold tensors
     try:
         with ExitStack() as stack:
             stack.enter_context(no_collections())
             stack.enter_context(fake_ranks(rank, settings.cluster.world_size))
-            stack.enter_context(fused_attention() if on_gpu else nullcontext())
+            stack.enter_context(fused_attention())
             stack.enter_context(meter.watching())
             stack.enter_context(conversions_in_place())
             stack.enter_context(disable_fake_tensor_cache(fake))  # the meter has one
@@ -446,7 +436,7 @@ def trace_rank(
             backend.reducing = lambda: meter.during(Phase.REDUCE)
             return _Run(settings, rank, backend, meter, shard).trace()
     except UnequalLayers:
-        return trace_rank(settings, rank, imbalance, on_gpu, every_layer=True)
+        return trace_rank(settings, rank, imbalance, every_layer=True)
 
 
 class _Run:
@@ -611,8 +601,8 @@ class Tracers:
         first = [_trace(job) for job in jobs[:1]] if traces_here else []
         others = jobs[len(first) :]
         if others and self._pool is None:
-            fork = multiprocessing.get_context("fork")  # a fork has none of the threads of a parallel loop
-            self._pool = ProcessPoolExecutor(self._workers, fork, initializer=torch.set_num_threads, initargs=(1,))
+            # A fork has none of the threads of a parallel loop.
+            self._pool = pool_of(self._workers, "fork", partial(torch.set_num_threads, 1))
         return first + (list(self._pool.map(_trace, others)) if self._pool is not None else [])
 
 

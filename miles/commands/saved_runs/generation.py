@@ -7,7 +7,6 @@ same step.
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
@@ -31,7 +30,7 @@ from miles.rollout.metrics import pass_at_k, powers_of_two
 from miles.tasks.data.images import ImageReader
 from miles.tasks.data.row import Notes, Row
 from miles.tasks.data.tokenizer import PromptRenderer
-from miles.tasks.rewards.registry import get_reward_function, passes
+from miles.tasks.rewards.registry import get_reward_function, passes_of
 from miles.tasks.rewards.scoring import score
 from miles.types.sample import IMAGE_PLACEHOLDER, Prompt, PromptGroup, Sample
 
@@ -150,21 +149,17 @@ async def evaluate_sets(settings: Settings, sets: Sequence[str], samples_per_pro
 async def _evaluate(eval_set: EvalSet, tools: GroupTools, seed: int) -> SetResult:
     metrics, samples = await evaluate([eval_set], tools, seed)
     values = {name.removeprefix(f"eval/{eval_set.name}/"): metric.value for name, metric in metrics.items()}
-    by_prompt = [list(group) for _, group in groupby(samples, lambda sample: sample.group_index)]
-    by_prompt += [[]] * (len(eval_set.prompts) - len(by_prompt))  # every answer was dropped
-    rewards = [[float(s.reward) for s in group if s.reward is not None] for group in by_prompt]
-    passed = [_passes(group, eval_set.samples_per_prompt) for group in by_prompt]
+    groups = [PromptGroup(number, prompt) for number, prompt in enumerate(eval_set.prompts)]
+    for sample in samples:
+        groups[sample.group_index].samples.append(sample)
+    for group in groups:
+        group.dropped_trajectories = eval_set.samples_per_prompt - len(group.trajectories)
+    rewards, passed = [group.trajectory_rewards for group in groups], [passes_of(group) for group in groups]
     means = {
         name: v for name, v in values.items() if name not in ("accuracy", "reward") and not name.startswith("pass@")
     }
     per_prompt = eval_set.samples_per_prompt
     return SetResult(eval_set.name, len(eval_set.prompts), per_prompt, estimates(rewards, passed), means, samples)
-
-
-def _passes(samples: Sequence[Sample], wanted: int) -> list[bool]:
-    """Return whether each answer to a prompt passes; answers of ``wanted`` trajectories that were dropped do not."""
-    dropped = wanted - len({sample.trajectory_id for sample in samples})
-    return [*map(passes, samples), *[False] * dropped]
 
 
 def estimates(

@@ -284,6 +284,12 @@ def run_folder(run: str) -> Path:
     return folder
 
 
+def add_run(parser: argparse.ArgumentParser, name: str = "run", **options: Any) -> None:
+    """Add RUN to a command."""
+    text = "the --output-dir of a run, or the URL of its --save"
+    parser.add_argument(name, type=run_folder, metavar="RUN", help=text, **options)
+
+
 def runs_at(place: str) -> list[tuple[str, Path]]:
     """Return the runs in a folder or at a URL and below it: how each is shown, and its folder.
 

@@ -7,19 +7,17 @@ any model, so every engine can generate with every checkpoint.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
 
+from miles.base.processes import pool_of
 from miles.base.text import InputError
-from miles.commands.saved_runs.run import SavedRun, Step, on_this_machine, run_folder
-from miles.config.components import train_backend_spec
+from miles.commands.saved_runs.run import SavedRun, Step, add_run, on_this_machine
 from miles.config.settings import Settings
 from miles.training.checkpoint_files import DamagedFile, appearing_whole, check_against_manifest
 
@@ -43,9 +41,7 @@ def _step(text: str) -> Step:
 
 def add_weights_flags(parser: argparse.ArgumentParser) -> None:
     """Add RUN, ``--step`` and ``--weights`` to a command."""
-    parser.add_argument(
-        "run", type=run_folder, metavar="RUN", help="the --output-dir of a run, or the URL of its --save"
-    )
+    add_run(parser)
     which = parser.add_mutually_exclusive_group()
     add_step_flag(which)
     which.add_argument(
@@ -81,6 +77,24 @@ def hugging_face_folder(run: SavedRun, step: Step, weights: Path | None) -> Iter
         yield Path(temporary) / "model"
 
 
+@contextmanager
+def generating(options: argparse.Namespace) -> Iterator[Settings]:
+    """Have the run's settings for generating here with the weights that the flags name, for the length of the block.
+
+    Raises:
+        InputError: There are no such weights.
+    """
+    run = SavedRun(options.run)
+    settings = run.settings  # read before the weights are exported, which takes longer
+    with (
+        hugging_face_folder(run, options.step, options.weights) as model,
+        tempfile.TemporaryDirectory(prefix="miles-logs-") as logs,
+    ):
+        from miles.commands.saved_runs.generation import settings_for  # imports torch
+
+        yield settings_for(settings, model, Path(logs), options.engine)
+
+
 def _announce(weights: str) -> None:
     print(f"loading {weights} …", file=sys.stderr, flush=True)
 
@@ -103,11 +117,10 @@ def export(run: SavedRun, checkpoint: Path, folder: Path) -> None:
         InputError: The checkpoint is damaged, or the run's settings do not describe it.
         OSError: ``folder`` cannot be written.
     """
-    if train_backend_spec(run.settings.training.train_backend).trains_without_ray:
+    if run.settings.backend.trains_without_ray:
         _export(run.settings, checkpoint.absolute(), folder.absolute())
         return
-    spawning = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawning) as pool:
+    with pool_of(1, "spawn") as pool:
         try:
             pool.submit(_export, run.settings, checkpoint.absolute(), folder.absolute()).result()
         except BrokenProcessPool:

@@ -457,8 +457,8 @@ def _planned(definition: Definition, variant: SweepVariant, seed: int, out: Path
         from_checkpoint = {"load": keywords["save"], **dict.fromkeys(_STARTING_POINT)}
         resumed = _on_one_rank(read_command(definition.words, keywords | from_checkpoint))
         judge(resumed)
-        resuming = resumed.words
-    return PlannedRun(variant.name, seed, folder, command.words, resuming, settings)
+        resuming = resumed.expanded.words
+    return PlannedRun(variant.name, seed, folder, command.expanded.words, resuming, settings)
 
 
 def _own_place(path: str, local: Path, variant: str, seed: int) -> str:
@@ -476,8 +476,8 @@ def _on_one_rank(command: Command) -> Command:
     """
     if command.ranks is None or not is_on_cpu(command.settings):
         return command
-    words = (*command.words, f"{flag_name('actor_num_gpus_per_node')}=1")
-    return replace(command, ranks=1, words=words)
+    words = (*command.expanded.words, f"{flag_name('actor_num_gpus_per_node')}=1")
+    return replace(command, ranks=1, expanded=replace(command.expanded, words=words))
 
 
 def _judged(command: Command, folder: Path, seed: int) -> Settings:

@@ -3,8 +3,8 @@
 import csv
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from miles.base.flags import count
 from miles.commands.sweeps.definition import PAGE, TABLE_CSV, TABLE_JSON, Definition
 from miles.commands.sweeps.swept_run import RunStart, SweptRun
-from miles.observe.charts import QUESTIONS, charts, evaluation_names, main_metrics, number
-from miles.observe.metrics_file import MetricsFile
+from miles.observe.charts import charts, evaluation_names, main_metrics, number
+from miles.observe.metrics_file import MetricsFile, six_digits
 from miles.observe.page import single_file
-from miles.observe.report.comparison import differing_settings
-from miles.observe.run_files import METRICS, RunHeader
+from miles.observe.report.comparison import charts_of_several, differing_settings, overview_of_several, page_table
+from miles.observe.run_files import METRICS, RunHeader, finite
 from miles.rollout.intervals import CONFIDENCE, bootstrap
 
 # The statistics of a comparison: one figure per run, and means over seeds with intervals.
@@ -48,11 +48,6 @@ class Interval:
     low: float
     high: float
     count: int
-
-
-def final(values: Sequence[float]) -> float:
-    """Return the last finite value; NaN without one."""
-    return next((float(value) for value in reversed(values) if math.isfinite(value)), math.nan)
 
 
 def mean_of_last(values: Sequence[float], count: int) -> float:
@@ -128,7 +123,11 @@ USUAL = (
     "time/step",
 )
 FINAL, MEAN_OF_LAST, AREA = "final", "mean_of_last", "area"
-SUMMARIES = (FINAL, MEAN_OF_LAST, AREA)
+_SUMMARIZED: Mapping[str, Callable[[MetricsFile, str, int], float]] = {
+    FINAL: lambda file, name, last: mean_of_last(file.column(name), 1),
+    MEAN_OF_LAST: lambda file, name, last: mean_of_last(file.column(name), last),
+    AREA: lambda file, name, last: area(file.steps, file.column(name)),
+}
 _OF_THE_RUN = {
     ("tracking", "output_dir"),
     ("checkpoint", "save"),
@@ -144,7 +143,7 @@ class MetricSummary:
 
     Attributes:
         metric: The metric.
-        summary: One of ``SUMMARIES``.
+        summary: ``FINAL``, ``MEAN_OF_LAST`` or ``AREA``.
         variant: The variant.
         values: One value per seed of a finished run; NaN if the run lacks the metric.
         mean: Their mean over seeds.
@@ -205,7 +204,7 @@ class Results:
         """Return the table: every metric, summary and variant."""
         rows = []
         for metric in self.table_metrics:
-            for summary in SUMMARIES:
+            for summary in _SUMMARIZED:
                 values = {variant: self._values(variant, metric, summary) for variant in self.variants}
                 baseline = values[self.definition.baseline]
                 for variant in self.variants:
@@ -217,18 +216,8 @@ class Results:
         return rows
 
     def _values(self, variant: str, metric: str, summary: str) -> dict[int, float]:
-        return {seed: self._summarized(file, metric, summary) for seed, file in self.files(variant).items()}
-
-    def _summarized(self, file: MetricsFile, metric: str, summary: str) -> float:
-        column = file.column(metric)
-        match summary:
-            case "final":
-                return final(column)
-            case "mean_of_last":
-                return mean_of_last(column, self.definition.last)
-            case "area":
-                return area(file.steps, column)
-        raise AssertionError(f"{summary} is none of {SUMMARIES}")
+        last = self.definition.last
+        return {seed: _SUMMARIZED[summary](file, metric, last) for seed, file in self.files(variant).items()}
 
     def settings(self) -> list[tuple[str, list[str]]]:
         """Return the settings that differ between variants: ``section.name`` and the value of each variant."""
@@ -247,7 +236,7 @@ def write_tables(results: Results, out: Path) -> None:
         "seeds": list(definition.seeds),
         "last": definition.last,
         "confidence": CONFIDENCE,
-        "rows": [_as_json(row) for row in rows],
+        "rows": [asdict(row) for row in rows],
         "settings": {name: dict(zip(results.variants, values, strict=True)) for name, values in results.settings()},
         "runs": [
             {
@@ -260,47 +249,23 @@ def write_tables(results: Results, out: Path) -> None:
             for run in results.runs
         ],
     }
-    text = json.dumps(whole, indent=1, allow_nan=False, ensure_ascii=False)
+    text = json.dumps(finite(whole), indent=1, allow_nan=False, ensure_ascii=False)
     (out / TABLE_JSON).write_text(text + "\n", encoding="utf-8")
-    columns = ["metric", "summary", "variant", *_bounds("", None), "baseline", *_bounds("difference_", None)]
+    bounds = [field.name for field in fields(Interval)]
+    columns = ["metric", "summary", "variant", *bounds, "baseline", *(f"difference_{bound}" for bound in bounds)]
     with (out / TABLE_CSV).open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, columns, restval="")
         writer.writeheader()
         for row in rows:
-            values = {"metric": row.metric, "summary": row.summary, "variant": row.variant, **_bounds("", row.mean)}
+            values = {"metric": row.metric, "summary": row.summary, "variant": row.variant, **_cells("", row.mean)}
             if row.difference is not None:
-                values |= {"baseline": definition.baseline, **_bounds("difference_", row.difference)}
+                values |= {"baseline": definition.baseline, **_cells("difference_", row.difference)}
             writer.writerow(values)
 
 
-def _bounds(prefix: str, interval: Interval | None) -> dict[str, Any]:
-    values: dict[str, Any] = dict.fromkeys(("mean", "low", "high", "count"), "")
-    if interval is not None:
-        values = {name: _text(value) if name != "count" else value for name, value in vars(interval).items()}
-    return {f"{prefix}{name}": value for name, value in values.items()}
-
-
-def _text(value: float) -> str:
-    return f"{value:.8g}" if math.isfinite(value) else ""
-
-
-def _as_json(row: MetricSummary) -> dict[str, Any]:
-    return {
-        "metric": row.metric,
-        "summary": row.summary,
-        "variant": row.variant,
-        "values": {str(seed): _or_none(value) for seed, value in row.values.items()},
-        "mean": _interval_json(row.mean),
-        "difference": None if row.difference is None else _interval_json(row.difference),
-    }
-
-
-def _interval_json(interval: Interval) -> dict[str, Any]:
-    return {name: _or_none(value) if name != "count" else value for name, value in vars(interval).items()}
-
-
-def _or_none(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _cells(prefix: str, interval: Interval) -> dict[str, str]:
+    bounds = vars(interval).items()
+    return {f"{prefix}{name}": f"{value:.8g}" if math.isfinite(value) else "" for name, value in bounds}
 
 
 # The comparison of a sweep: sweep.html, on the page of a run, and a table for the terminal.
@@ -321,32 +286,18 @@ def page_data(results: Results) -> dict[str, Any]:
     """Return the data of the page, in the form of ``Comparison.page``."""
     names = results.names
     steps, columns = _curves(results, names)
-    specs = []
-    for chart in charts(names, main_metrics(names, {})):
-        labelled = len(chart["series"]) > 1
-        series = [
-            {**_keys(place, one["key"]), "label": f"{variant} {one['label']}" if labelled else variant}
-            for one in chart["series"]
-            for place, variant in enumerate(results.variants)
-            if _keys(place, one["key"])["key"] in columns
-        ]
-        if series:
-            specs.append(chart | {"series": series})
+
+    def keys(place: int, metric: str) -> dict[str, str]:
+        of_variant = _keys(place, metric)
+        return of_variant if of_variant["key"] in columns else {}
+
+    specs = charts_of_several(charts(names, main_metrics(names, {})), results.variants, keys)
     words = (
         f"Lines are means over the seeds, bands their 95 % bootstrap intervals at each step. Differences are from "
         f"{results.definition.baseline}, at the same seed."
     )
-    overview = {
-        "revision": "",
-        "title": _title(results),
-        "words": words,
-        "answer": {"is_learning": None, "sentence": _sentence(results)},
-        "steps": None,
-        "tiles": _tiles(results),
-        "questions": QUESTIONS,
-        "charts": specs,
-        "tables": _tables(results),
-    }
+    overview = overview_of_several(_title(results), _sentence(results), specs, _tables(results))
+    overview |= {"words": words, "tiles": _tiles(results)}
     return {"overview": overview, "metrics": {"steps": steps, "values": columns, "exact": True}}
 
 
@@ -395,7 +346,7 @@ def _curves(results: Results, names: Sequence[str]) -> tuple[list[int], dict[str
             values = np.array([_in_parts(file, name, steps) for file in having])
             keys = _keys(place, name)
             for key, bound in zip(("key", "low", "high"), band(values), strict=True):
-                columns[keys[key]] = [_text_or_none(value) for value in bound]
+                columns[keys[key]] = [six_digits(value) for value in bound]
     return steps, columns
 
 
@@ -410,53 +361,32 @@ def _in_parts(file: MetricsFile, name: str, ends: Sequence[int]) -> NDArray[np.f
 
 
 def _tables(results: Results) -> list[dict[str, Any]]:
-    rows, last = results.rows(), results.definition.last
-    columns = [
-        "metric",
-        "variant",
-        "final value",
-        f"mean of the last {last}",
-        "area under the curve, per step",
-        "seeds",
-    ]
-    differences = [row for row in rows if row.difference is not None]
-    baseline = results.definition.baseline
-    means = [
-        [metric, variant, *(interval_text(group[name].mean) for name in (FINAL, MEAN_OF_LAST, AREA)), _seeds(group)]
-        for (metric, variant), group in _grouped(rows)
-    ]
-    changes = [
-        [
-            metric,
-            variant,
-            *(interval_text(_difference(group[name])) for name in (FINAL, MEAN_OF_LAST, AREA)),
-            _seeds(group, True),
-        ]
-        for (metric, variant), group in _grouped(differences)
-    ]
+    rows, last, baseline = results.rows(), results.definition.last, results.definition.baseline
+    summaries = ["final value", f"mean of the last {last}", "area under the curve, per step"]
+    columns = ["metric", "variant", *summaries, "seeds"]
+    changes = _by_variant(rows, lambda row: row.difference)
+    means = _by_variant(rows, lambda row: row.mean)
     settings = [[name, *values] for name, values in results.settings()]
     return [
-        _table(f"Difference from {baseline}, at the same seed", columns, changes, "There is one variant."),
-        _table("Means over the seeds", columns, means, "No run is finished."),
-        _table("Settings that differ", ["setting", *results.variants], settings, "No setting differs."),
-        _table("Runs", ["run", "state", "attempts", "seconds"], [_run(results, run) for run in results.runs], ""),
+        page_table(f"Difference from {baseline}, at the same seed", columns, changes, "There is one variant."),
+        page_table("Means over the seeds", columns, means, "No run is finished."),
+        page_table("Settings that differ", ["setting", *results.variants], settings, "No setting differs."),
+        page_table("Runs", ["run", "state", "attempts", "seconds"], [_run(results, run) for run in results.runs]),
     ]
 
 
-def _grouped(rows: Sequence[MetricSummary]) -> list[tuple[tuple[str, str], dict[str, MetricSummary]]]:
-    groups: dict[tuple[str, str], dict[str, MetricSummary]] = {}
+def _by_variant(
+    rows: Sequence[MetricSummary], interval_of: Callable[[MetricSummary], Interval | None]
+) -> list[list[str]]:
+    """Return a row of each metric and variant that has intervals: those of all summaries, and the number of seeds."""
+    groups: dict[tuple[str, str], list[Interval]] = {}
     for row in rows:
-        groups.setdefault((row.metric, row.variant), {})[row.summary] = row
-    return list(groups.items())
-
-
-def _difference(row: MetricSummary) -> Interval:
-    assert row.difference is not None, "rows of the baseline are left out"
-    return row.difference
-
-
-def _seeds(group: dict[str, MetricSummary], paired: bool = False) -> str:
-    return str(max((_difference(row) if paired else row.mean).count for row in group.values()))
+        if (interval := interval_of(row)) is not None:
+            groups.setdefault((row.metric, row.variant), []).append(interval)
+    return [
+        [*names, *map(interval_text, intervals), str(max(interval.count for interval in intervals))]
+        for names, intervals in groups.items()
+    ]
 
 
 def _run(results: Results, run: SweptRun) -> list[str]:
@@ -465,10 +395,6 @@ def _run(results: Results, run: SweptRun) -> list[str]:
     if start is not RunStart.FINISHED:
         state = "not started" if not attempts else f"not finished: {attempts[-1].last_line}"
     return [run.name, state, str(len(attempts)), number(sum(attempt.seconds for attempt in attempts))]
-
-
-def _table(title: str, columns: list[str], rows: list[list[str]], empty: str) -> dict[str, Any]:
-    return {"title": title, "columns": columns, "rows": rows, "note": "" if rows else empty}
 
 
 def interval_text(interval: Interval) -> str:
@@ -495,7 +421,3 @@ def text_table(results: Results) -> str:
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells
     )
-
-
-def _text_or_none(value: float) -> float | None:
-    return float(f"{value:.6g}") if math.isfinite(value) else None

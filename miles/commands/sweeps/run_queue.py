@@ -25,13 +25,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from functools import partial
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -148,23 +148,12 @@ def _share(cores: Sequence[int], number: int, among: int) -> frozenset[int]:
 # A training run needs seconds to import what it uses. A fork has it at once, and shares its memory.
 
 
-class Child(Protocol):
-    """A started command, in a separate session."""
-
-    def poll(self) -> int | None:
-        """Return its exit status, negative for the signal that ended it; None while it runs."""
-
-    def wait(self) -> int:
-        """Wait for its end and return its exit status. One thread calls it."""
-
-    def send_signal(self, sig: int) -> None:
-        """Send it a signal."""
+# Starts a command from its words, its log and its environment, in a separate session. Returns its process id, and the
+# function that waits for its end and returns its exit status, negative for the signal that ended it.
+Starter = Callable[[Sequence[str], Path, Mapping[str, str]], tuple[int, Callable[[], int]]]
 
 
-Starter = Callable[[Sequence[str], Path, Mapping[str, str]], Child]  # of words, log and environment
-
-
-def start_process(words: Sequence[str], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def start_process(words: Sequence[str], log: Path, environment: Mapping[str, str]) -> tuple[int, Callable[[], int]]:
     """Start a process; it inherits the cores of the calling thread.
 
     Args:
@@ -173,7 +162,7 @@ def start_process(words: Sequence[str], log: Path, environment: Mapping[str, str
         environment: All of its variables.
     """
     with log.open("ab") as output:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             words,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -181,6 +170,7 @@ def start_process(words: Sequence[str], log: Path, environment: Mapping[str, str
             env=environment,
             start_new_session=True,  # a Ctrl-C at the terminal reaches only the sweep
         )
+    return process.pid, process.wait
 
 
 class Forks:
@@ -201,7 +191,9 @@ class Forks:
         self._context.set_forkserver_preload([*modules])
         self._lock = threading.Lock()  # the lists of multiprocessing are not made for several threads
 
-    def __call__(self, words: Sequence[str], log: Path, environment: Mapping[str, str]) -> Child:
+    def __call__(
+        self, words: Sequence[str], log: Path, environment: Mapping[str, str]
+    ) -> tuple[int, Callable[[], int]]:
         """Start a fork on the cores of the calling thread; as ``start_process``."""
         begin = len(self._prefix)
         assert list(words[:begin]) == self._prefix, "the function stands for these words"
@@ -211,30 +203,14 @@ class Forks:
         )
         with self._lock:
             process.start()
-        return _Fork(process)
-
-
-class _Fork:
-    """A fork. The thread that waits for it is the only one that asks for its status."""
-
-    def __init__(self, process: ForkServerProcess) -> None:
         assert process.pid is not None, "it has started"
-        self._process = process
-        self._pid = process.pid
-        self._status: int | None = None
 
-    def poll(self) -> int | None:
-        return self._status
+        def wait() -> int:
+            process.join()
+            assert process.exitcode is not None
+            return process.exitcode
 
-    def wait(self) -> int:
-        self._process.join()
-        assert self._process.exitcode is not None
-        self._status = self._process.exitcode
-        return self._status
-
-    def send_signal(self, sig: int) -> None:
-        with suppress(ProcessLookupError):  # it has ended, and its status is on the way
-            os.kill(self._pid, sig)
+        return process.pid, wait
 
 
 def _run(
@@ -260,50 +236,6 @@ TICK_SECONDS = 1.0
 WRONG_FLAGS = 2  # exit status of a command that would fail again
 
 
-class QueuedTask(Protocol):
-    """A command to run."""
-
-    @property
-    def name(self) -> str:
-        """The task as people read it."""
-
-    @property
-    def log(self) -> Path:
-        """The file for all that it prints."""
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether it has done all that it was to do; exit status 0 alone does not say so."""
-
-    def begin(self) -> None:
-        """Prepare the folder of the log."""
-
-    def command(self) -> list[str]:
-        """Return the words of the next attempt."""
-
-    def note(self, attempt: Attempt) -> None:
-        """Keep an attempt."""
-
-
-class QueueListener(Protocol):
-    """Receives the events of a queue, in the main thread."""
-
-    def started(self, task: Any) -> None:
-        """Note that an attempt at a task begins."""
-
-    def ended(self, task: Any, attempt: Attempt, is_finished: bool) -> None:
-        """Note that an attempt ended that will not be repeated."""
-
-    def repeats(self, task: Any, attempt: Attempt) -> None:
-        """Note that an attempt failed and the task is tried once more."""
-
-    def stopping(self, number: int, times: int, running: int) -> None:
-        """Note that a signal stops the queue, for the ``times``-th time, with so many tasks running."""
-
-    def tick(self) -> None:
-        """Note that a second has passed."""
-
-
 @dataclass
 class Ended:
     """How a queue ended.
@@ -314,77 +246,64 @@ class Ended:
         signal: The signal that stopped the queue; None if none did.
     """
 
-    finished: list[Any] = field(default_factory=list)
-    failed: list[tuple[Any, Attempt]] = field(default_factory=list)
+    finished: list[SweptRun] = field(default_factory=list)
+    failed: list[tuple[SweptRun, Attempt]] = field(default_factory=list)
     signal: int | None = None
 
 
 class RunQueue:
-    """Runs tasks in order, one by one in each of its slots."""
+    """Does runs in order, one by one in each of its slots.
+
+    Args:
+        runs: The runs, in order.
+        slots: One run at once in each.
+        progress: Told what happens, in the main thread.
+        start: Starts the command of a run.
+    """
 
     def __init__(
-        self,
-        tasks: Sequence[QueuedTask],
-        slots: Sequence[Slot],
-        listener: QueueListener,
-        start: Starter = start_process,
+        self, runs: Sequence[SweptRun], slots: Sequence[Slot], progress: SweepProgress, start: Starter = start_process
     ) -> None:
         self._start = start
-        self._waiting = deque(tasks)
+        self._waiting = deque(runs)
         self._slots = slots
-        self._listener = listener
-        self._events: queue.SimpleQueue[tuple[str, tuple[Any, ...]]] = queue.SimpleQueue()
+        self._progress = progress
+        self._events: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()  # called by the main thread
         self._lock = threading.Lock()  # held to start processes and to signal them, so that none is missed
-        self._children: list[Child] = []
+        self._running: set[int] = set()  # process ids
         self._is_stopping = False
+        self._signals = 0
+        self._ended = Ended()
 
     def run(self) -> Ended:
-        """Run all tasks; return when none is running any more."""
-        ended = Ended()
-        signals = 0
+        """Do all runs; return when none is running any more."""
         with ThreadPoolExecutor(len(self._slots), "sweep") as threads, self._listening():
-            futures = [threads.submit(self._work, slot) for slot in self._slots]
-            for place in futures:
-                place.add_done_callback(lambda place: self._events.put(("place", (place,))))
+            working = {threads.submit(self._work, slot) for slot in self._slots}
+
+            def end(thread: Future[None]) -> None:
+                working.remove(thread)
+                thread.result()  # raises what stopped it
+
+            for each in list(working):
+                each.add_done_callback(lambda thread: self._events.put(partial(end, thread)))
             try:
-                left = len(futures)
-                while left:
+                while working:
                     try:
-                        event, values = self._events.get(timeout=TICK_SECONDS)
+                        event = self._events.get(timeout=TICK_SECONDS)
                     except queue.Empty:
-                        self._listener.tick()
-                        continue
-                    if event == "place":
-                        left -= 1
-                        values[0].result()  # raises what stopped the thread
-                    elif event == "signal":
-                        signals += 1
-                        ended.signal = values[0]
-                        running = self._stop(signal.SIGTERM if signals < 3 else signal.SIGKILL)
-                        self._listener.stopping(values[0], signals, running)
-                    elif event == "started":
-                        self._listener.started(*values)
-                    elif event == "repeats":
-                        self._listener.repeats(*values)
-                    else:
-                        assert event == "ended"
-                        task, attempt, is_finished = values
-                        if is_finished:
-                            ended.finished.append(task)
-                        elif ended.signal is None:
-                            ended.failed.append((task, attempt))
-                        self._listener.ended(*values)
+                        event = self._progress.tick
+                    event()
             except BaseException:
                 self._stop(signal.SIGTERM)
                 raise
-        return ended
+        return self._ended
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
         """Turn signals into events. A SIGHUP that is ignored (``nohup``) stays ignored."""
 
         def note(number: int, frame: FrameType | None) -> None:
-            self._events.put(("signal", (number,)))
+            self._events.put(partial(self._signalled, number))
 
         numbers = [n for n in STOPS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
         former = {number: signal.signal(number, note) for number in numbers}
@@ -394,52 +313,65 @@ class RunQueue:
             for number, handler in former.items():
                 signal.signal(number, handler)
 
+    def _signalled(self, number: int) -> None:
+        self._signals += 1
+        self._ended.signal = number
+        running = self._stop(signal.SIGTERM if self._signals < 3 else signal.SIGKILL)
+        self._progress.stopping(number, self._signals, running)
+
     def _stop(self, number: int) -> int:
         """Start nothing more, and send a signal to all running processes; return how many there are."""
         with self._lock:
             self._is_stopping = True
-            running = [child for child in self._children if child.poll() is None]
-            for child in running:
-                child.send_signal(number)
-            return len(running)
+            for pid in self._running:
+                with suppress(ProcessLookupError):  # it has ended, and its status is on the way
+                    os.kill(pid, number)
+            return len(self._running)
 
     def _work(self, slot: Slot) -> None:
-        """Do tasks in one slot until none is waiting: a thread."""
+        """Do runs in one slot until none is waiting: a thread."""
         os.sched_setaffinity(0, slot.cores)  # of this thread, and of the processes that it starts
-        while (task := self._next()) is not None:
+        while (run := self._next()) is not None:
             for is_last in (False, True):
-                attempt = self._attempt(task, slot)
+                attempt = self._attempt(run, slot)
                 if attempt is None:
                     break
-                is_finished = attempt.status == 0 and task.is_finished
+                is_finished = attempt.status == 0 and run.is_finished
                 if is_finished or is_last or self._is_stopping or attempt.status == WRONG_FLAGS:
-                    self._events.put(("ended", (task, attempt, is_finished)))
+                    self._events.put(partial(self._end, run, attempt, is_finished))
                     break
-                self._events.put(("repeats", (task, attempt)))
+                self._events.put(partial(self._progress.repeats, run, attempt))
 
-    def _next(self) -> QueuedTask | None:
+    def _end(self, run: SweptRun, attempt: Attempt, is_finished: bool) -> None:
+        if is_finished:
+            self._ended.finished.append(run)
+        elif self._ended.signal is None:
+            self._ended.failed.append((run, attempt))
+        self._progress.ended(run, attempt, is_finished)
+
+    def _next(self) -> SweptRun | None:
         with self._lock:
             return None if self._is_stopping or not self._waiting else self._waiting.popleft()
 
-    def _attempt(self, task: QueuedTask, slot: Slot) -> Attempt | None:
-        """Run a task once; None if the queue is stopping."""
-        task.begin()
-        words = task.command()
+    def _attempt(self, run: SweptRun, slot: Slot) -> Attempt | None:
+        """Start the command of a run once, and wait for it; None if the queue is stopping."""
+        run.begin()
+        words = run.command()
         began, clock = time.strftime("%Y-%m-%d %H:%M:%S"), time.monotonic()
-        with task.log.open("ab") as log:
+        with run.log.open("ab") as log:
             log.write(f"--- {began} {shlex.join(public_words(words))}\n".encode())
             position = log.tell()
         with self._lock:
             if self._is_stopping:
                 return None
-            child = self._start(words, task.log, {**os.environ, **importing_miles(), **slot.environment})
-            self._children.append(child)
-        self._events.put(("started", (task,)))
-        status = child.wait()
+            pid, wait = self._start(words, run.log, {**os.environ, **importing_miles(), **slot.environment})
+            self._running.add(pid)
+        self._events.put(partial(self._progress.started, run))
+        status = wait()
         with self._lock:
-            self._children.remove(child)
-        attempt = Attempt(began, time.monotonic() - clock, status, last_line(task.log, position))
-        task.note(attempt)
+            self._running.remove(pid)
+        attempt = Attempt(began, time.monotonic() - clock, status, last_line(run.log, position))
+        run.note(attempt)
         return attempt
 
 
@@ -454,51 +386,12 @@ def last_line(log: Path, begin: int, most: int = 1 << 16) -> str:
 # The output of a sweep while it runs: a line for every run that ends, how many are left, and for how long.
 
 
-class QueueTimeLeft:
-    """Foresees when a queue ends, from the speed of its runs.
-
-    Args:
-        num_slots: Runs at once.
-        runs: The share of each run that is left to do (1: all of it).
-    """
-
-    def __init__(self, num_slots: int, runs: Sequence[float]) -> None:
-        self._places = num_slots
-        self._left = sum(runs)  # in whole runs, without the running ones
-        self._done = 0.0
-        self._seconds = 0.0
-
-    def ended(self, share: float, seconds: float) -> None:
-        """Count a run that has ended; it did ``share`` of a whole run in ``seconds``."""
-        self._left -= share
-        self._done += share
-        self._seconds += seconds
-
-    def drop(self, share: float) -> None:
-        """Count a run that failed for good; ``share`` of a whole run is left out."""
-        self._left -= share
-
-    def seconds(self, running: Sequence[tuple[float, float]]) -> float | None:
-        """Return the seconds until all runs have ended; None as long as nothing is known.
-
-        Args:
-            running: Of each run that is running: the share of a whole run that it has done, and its seconds so far.
-        """
-        done = self._done + sum(share for share, _ in running)
-        seconds = self._seconds + sum(seconds for _, seconds in running)
-        if done <= 0:
-            return None
-        left = max(0.0, self._left - sum(share for share, _ in running))
-        return left * seconds / done / self._places
-
-
 class SweepProgress:
     """Prints what happens in a queue; on a terminal also a bar.
 
     Args:
         runs: The runs that are to be done.
         finished: How many runs are finished already.
-        num_slots: How many run at once.
         console: Where to print.
         clock: Seconds, as ``time.monotonic``.
     """
@@ -507,17 +400,18 @@ class SweepProgress:
         self,
         runs: Sequence[SweptRun],
         finished: int,
-        num_slots: int,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._console = console or Console()
         self._clock = clock
+        self._began = clock()
         self._total = len(runs) + finished
-        self._done = finished
-        self._begun_with = {id(run): run.fraction() for run in runs}
-        self._left = QueueTimeLeft(min(num_slots, len(runs)) or 1, [1 - share for share in self._begun_with.values()])
-        self._running: dict[int, tuple[SweptRun, float]] = {}
+        self._finished = finished
+        self._begun_with = {run: run.fraction() for run in runs}
+        self._to_do = sum(1 - share for share in self._begun_with.values())  # in whole runs, as is _done
+        self._done = 0.0  # by runs that have finished
+        self._running: list[SweptRun] = []
         self._bar: Progress | None = None
         if self._console.is_terminal:
             columns = (TextColumn("runs"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -531,30 +425,30 @@ class SweepProgress:
             self._bar.stop()
 
     def started(self, run: SweptRun) -> None:
-        """Remember when the run began."""
-        self._running[id(run)] = (run, self._clock())
-        self._refresh()
+        """Show a run that begins."""
+        self._running.append(run)
+        self.tick()
 
     def ended(self, run: SweptRun, attempt: Attempt, is_finished: bool) -> None:
-        """Print that a run has ended, and how much is left."""
-        self._running.pop(id(run), None)
-        self._done += is_finished
+        """Print that a run has ended for good, and how much is left."""
+        self._running.remove(run)
+        self._finished += is_finished
         if is_finished:
-            self._left.ended(1 - self._begun_with[id(run)], attempt.seconds)
+            self._done += 1 - self._begun_with[run]
             what = f"finished in {in_words(attempt.seconds)}"
         else:
-            self._left.drop(1 - self._begun_with[id(run)])
+            self._to_do -= 1 - self._begun_with[run]
             what = f"{_how(attempt.status)}: {attempt.last_line} ({run.log})"
         left = self._seconds_left()
         more = "" if left is None or left < 0.5 else f"; about {in_words(left)} left"
-        self._print(f"[{self._done}/{self._total}] {run.name}: {what}{more}")
-        self._refresh()
+        self._print(f"[{self._finished}/{self._total}] {run.name}: {what}{more}")
+        self.tick()
 
     def repeats(self, run: SweptRun, attempt: Attempt) -> None:
         """Print that a run failed and is tried once more."""
-        self._running.pop(id(run), None)
+        self._running.remove(run)
         text = f"{_how(attempt.status)}: {attempt.last_line} ({run.log}); trying once more: it {run.in_words()}"
-        self._print(f"[{self._done}/{self._total}] {run.name}: {text}")
+        self._print(f"[{self._finished}/{self._total}] {run.name}: {text}")
 
     def stopping(self, number: int, times: int, running: int) -> None:
         """Print the effect of a signal."""
@@ -570,24 +464,16 @@ class SweepProgress:
 
     def tick(self) -> None:
         """Bring the bar up to date."""
-        self._refresh()
-
-    def _seconds_left(self) -> float | None:
-        now = self._clock()
-        running = [
-            (max(0.0, run.fraction() - self._begun_with[id(run)]), now - began) for run, began in self._running.values()
-        ]
-        return self._left.seconds(running)
-
-    def _refresh(self) -> None:
         if self._bar is not None:
             left = self._seconds_left()
-            names = ", ".join(f"{run.name} {run.fraction():.0%}" for run, _ in self._running.values())
-            self._bar.update(
-                self._task,
-                completed=self._done,
-                description=names + ("" if left is None else f"  left {in_words(left)}"),
-            )
+            names = ", ".join(f"{run.name} {run.fraction():.0%}" for run in self._running)
+            description = names + ("" if left is None else f"  left {in_words(left)}")
+            self._bar.update(self._task, completed=self._finished, description=description)
+
+    def _seconds_left(self) -> float | None:
+        """Foresee the end from the speed of the queue so far; None as long as nothing is done."""
+        done = self._done + sum(max(0.0, run.fraction() - self._begun_with[run]) for run in self._running)
+        return max(0.0, self._to_do - done) * (self._clock() - self._began) / done if done else None
 
     def _print(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, highlight=False, markup=False)

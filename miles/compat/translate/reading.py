@@ -7,6 +7,7 @@ import os
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -17,7 +18,7 @@ import yaml
 from miles.base import strict_json
 from miles.base.shell_text import Script, Word, read_script
 from miles.base.text import InputError
-from miles.compat.translate.translation import Document, Expression, Setting, by_key, fail, flatten, table_of
+from miles.compat.translate.translation import Document, Expression, Setting, by_key, fail, flatten, parts_of, table_of
 from miles.compat.verdicts import FOREIGN_FLAGS
 from miles.config.megatron.fields import installed_fields
 from miles.config.parser import build_parser
@@ -52,6 +53,7 @@ def read_text(path: str) -> str:
 # Read JSON, YAML and TOML into settings with lines.
 
 
+_NOT_YAML = (yaml.YAMLError, ValueError, IndexError)  # PyYAML raises the last one for "!!int +"
 _TABLE = re.compile(r"^\s*\[\s*([\w.\- ]+?)\s*\]\s*(?:#.*)?$")
 _TABLE_OF_LIST = re.compile(r"^\s*\[\[")
 _TOML_KEY = re.compile(r"^\s*([\w.\-]+)\s*=")
@@ -113,7 +115,8 @@ def _leaves(path: str, node: yaml.Node, prefix: str, depth: int) -> list[Setting
     if depth > strict_json.MAX_DEPTH:
         fail(path, node.start_mark.line + 1, f"is nested more than {strict_json.MAX_DEPTH} levels deep")
     settings: list[Setting] = []
-    for name, part in node.value:
+    yaml.SafeLoader("").flatten_mapping(node)  # <<: *anchor
+    for name, part in {str(getattr(name, "value", "?")): (name, part) for name, part in node.value}.values():
         key, line = f"{prefix}{getattr(name, 'value', '?')}", name.start_mark.line + 1
         if isinstance(part, yaml.MappingNode) and part.value:
             settings += _leaves(path, part, f"{key}.", depth + 1)
@@ -130,14 +133,13 @@ def _plain(path: str, node: yaml.Node, line: int) -> Any:
             items = [_plain(path, item, line) for item in node.value]
             is_computed = any(isinstance(item, Expression) for item in items)
             return Expression(f"[{', '.join(map(str, items))}]") if is_computed else items
-        if sum(1 for _ in itertools.islice(_nodes(node), MOST_NODES)) < MOST_NODES:
-            return yaml.SafeLoader("").construct_object(node, deep=True)
-        return ["{…}"]
+        if sum(1 for _ in itertools.islice(_nodes(node), MOST_NODES)) >= MOST_NODES:
+            return ["{…}"]
     if isinstance(node, yaml.MappingNode):
         return {}
     try:
-        value = yaml.SafeLoader("").construct_object(node)
-    except (yaml.YAMLError, ValueError):
+        value = yaml.SafeLoader("").construct_object(node, deep=True)
+    except _NOT_YAML:
         fail(path, line, f"the value {node.value!r} cannot be read; write a number, a text or a list")
     return Expression(value) if isinstance(value, str) and "${" in value else value
 
@@ -157,7 +159,7 @@ def scalar(text: str) -> Any:
     """Read one value as YAML does; text that is no YAML stays text."""
     try:
         value = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError):
+    except (*_NOT_YAML, RecursionError):
         return text
     if isinstance(value, str | int | float | bool | list) or value is None:
         return Expression(text) if "${" in text else value
@@ -167,8 +169,7 @@ def scalar(text: str) -> Any:
 # Read the keyword arguments of a configuration's call, and of its trainer's, in Python source, which is never run.
 
 
-CALLS = ("GRPOConfig",)
-TRAINERS = ("GRPOTrainer",)
+CALL, TRAINER = "GRPOConfig", "GRPOTrainer"
 _OTHER_TRAINERS = re.compile(
     r"(SFT|DPO|OnlineDPO|KTO|ORPO|CPO|Reward|PRM|BCO|XPO|NashMD|A2PO|TPO|RLOO|PPO|GKD|GOLD|MiniLLM|SDFT|SDPO|IWOPD"
     r"|\w*Distillation)(Config|Trainer)$"
@@ -187,7 +188,8 @@ def read_python(path: str, text: str) -> Document:
     """Read the arguments of the one call of ``GRPOConfig`` in the source, and those of ``GRPOTrainer``.
 
     Without a configuration the trainer has its defaults. Constants that are assigned once, at the top level of the
-    file, are followed. Other expressions are not evaluated.
+    file, are followed. Other expressions are not evaluated. Subclasses count, and so does what is assigned to an
+    attribute of the configuration later.
     """
     try:
         tree = ast.parse(text)
@@ -196,8 +198,10 @@ def read_python(path: str, text: str) -> Document:
     except (ValueError, RecursionError, MemoryError) as error:
         fail(path, None, f"not Python ({error or 'nested too deep'}); correct it")
     every = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    calls = [call for call in every if _name(call.func) in CALLS]
-    trainers = [call for call in every if _name(call.func) in TRAINERS]
+    configs = _subclasses(tree, CALL)
+    calls = [call for call in every if _name(call.func) in configs]
+    trainers = [call for call in every if re.search(rf"{TRAINER}$", _name(call.func))]
+    trainers += [call for call in every if _name(call.func) in _subclasses(tree, TRAINER) and call not in trainers]
     others = tuple(name for call in every if _OTHER_TRAINERS.match(name := _name(call.func)))
     if any(_name(call.func) == "TrlParser" for call in every) and not calls:
         fail(
@@ -210,24 +214,63 @@ def read_python(path: str, text: str) -> Document:
         return Document(path, "python", words=others)
     if len(calls) > 1 or not (calls or trainers):
         lines = ", ".join(str(call.lineno) for call in calls)
-        where = f"{len(calls)} calls of {CALLS[0]} (lines {lines})" if calls else f"no call of {CALLS[0]}(…)"
+        where = f"{len(calls)} calls of {CALL} (lines {lines})" if calls else f"no call of {CALL}(…)"
         fail(path, calls[1].lineno if calls else 1, f"{where}; give a file with one")
     constants = _constants(tree)
     settings = list[Setting]()
     for call in calls:
+        settings += [
+            Setting(statement.target.id, _value(statement.value, constants), statement.lineno)
+            for statement in configs[_name(call.func)]
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and statement.value
+        ]
         settings += [Setting(f"argument {n}", Expression(ast.unparse(a)), a.lineno) for n, a in enumerate(call.args, 1)]
         for keyword in call.keywords:
             name = keyword.arg or f"**{ast.unparse(keyword.value)}"
             settings.append(Setting(name, _value(keyword.value, constants), keyword.value.lineno))
+    settings += _assigned_later(tree, calls, constants)
     for call in trainers:
+        if _name(call.func) != TRAINER:
+            what = f"another trainer than {TRAINER}: what it changes was not read"
+            settings.append(Setting(_name(call.func), what, call.lineno))
         arguments = [*zip(OF_THE_TRAINER, call.args, strict=False), *((each.arg, each.value) for each in call.keywords)]
         for argument, value in arguments:
             if argument == "peft_config":
                 settings += _adapter(value, constants)
-            elif argument != "args" or not calls:  # those are the configuration
+            elif argument == "args":
+                if not calls and (text := ast.unparse(value)) != "None":
+                    fail(path, value.lineno, f"args = {text} is no call of {CALL}(…); give a file with one")
+            else:
                 key = argument or f"**{ast.unparse(value)}"
                 settings.append(Setting(key, _value(value, constants), value.lineno))
     return Document(path, "python", by_key(settings))
+
+
+def _subclasses(tree: ast.Module, base: str) -> dict[str, list[ast.stmt]]:
+    """Return the names of a class and of its subclasses in the source, with their bodies."""
+    bodies = dict[str, list[ast.stmt]]({base: []})
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and any(_name(each) in bodies for each in node.bases):
+            bodies[node.name] = node.body
+    return bodies
+
+
+def _assigned_later(tree: ast.Module, calls: Sequence[ast.Call], constants: dict[str, ast.expr]) -> Iterator[Setting]:
+    """Yield what is assigned to attributes of the configuration; it is not known if a branch or a loop assigns it."""
+    bodies = [tree.body, *(node.body for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))]
+    bodies += [node.body for node in tree.body if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)]
+    always = [statement for body in bodies for statement in body]
+    nodes = [each for each in ast.walk(tree) if isinstance(each, ast.Assign | ast.AugAssign | ast.AnnAssign)]
+    pairs = [
+        (node, each) for node in nodes for each in (node.targets if isinstance(node, ast.Assign) else [node.target])
+    ]
+    owners = {ast.unparse(target) for node, target in pairs if node.value in calls}
+    for node, target in pairs:
+        owner, _, name = ast.unparse(target).rpartition(".")
+        if node.value is not None and (owner in owners or owner.endswith(".args")):
+            is_known = not isinstance(node, ast.AugAssign) and node in always and owner in owners
+            value = _value(node.value, constants) if is_known else Expression(ast.unparse(node))
+            yield Setting(name, value, node.lineno)
 
 
 def _adapter(node: ast.expr, constants: dict[str, ast.expr]) -> Iterator[Setting]:
@@ -388,7 +431,7 @@ def _begin(command: list[Word], pattern: re.Pattern[str], style: str) -> int | N
     starts = [n for n, word in enumerate(command) if pattern.search(word.text) and not _is_command(word)]
     if not starts or style != "settings":
         return starts[0] + 1 if starts else None
-    return next(n for n, word in enumerate(command) if _OVERRIDE.match(word.text) or (n and not word.is_known))
+    return next((n for n, w in enumerate(command) if _OVERRIDE.match(w.text) or (n and not w.is_known)), None)
 
 
 def _is_command(word: Word) -> bool:
@@ -400,7 +443,11 @@ def _training(
 ) -> Document:
     command, place = fitting[-1]
     rest, words = command[place:], tuple(word.text for word in command)
+    if style == "trl" and any("." in word.text.partition("=")[0] and _OVERRIDE.match(word.text) for word in rest):
+        style = "overrides"  # NeMo-RL's programs have such names too
     settings, elsewhere = _overrides(rest) if style in ("overrides", "settings") else _flags(rest)
+    if style == "settings":  # a variable may hold the program with further settings
+        elsewhere = [word for word in command[:place] if _EXPANSION.fullmatch(word.text)] + elsewhere
     others = [_set_elsewhere(word, script, sources) for word in elsewhere]
     if len(fitting) > 1:
         lines = ", ".join(str(each[0].line) for each, _ in fitting)
@@ -432,7 +479,7 @@ def _alongside(path: str, name: str, above: int = 5) -> str | None:
 def _set_elsewhere(word: Word, script: Script, sources: _Sources) -> Setting:
     """Describe the source of the flags that an expansion stands for."""
     name = word.text.strip("${}")
-    if name[0] in "@*":
+    if name.startswith(("@", "*")):
         where = "is what the script is called with: give those flags too"
     elif name.partition("[")[0] in script.uncertain:
         where = "is set in a branch or a loop of the script: give the flags that hold for you too"
@@ -453,7 +500,7 @@ def _overrides(words: Sequence[Word]) -> tuple[list[Setting], list[Word]]:
     for word, before in zip(words, [None, *words], strict=False):
         flag, equals, value = word.text.partition("=")
         if match := _OVERRIDE.match(word.text):
-            settings.append(Setting(match[2], _text(match[3], word.is_known, as_yaml=True), word.line))
+            settings += parts_of(Setting(match[2], _hydra_value(match[3], word.is_known), word.line))
         elif flag in HYDRA_FLAGS and equals:
             settings.append(Setting(HYDRA_FLAGS[flag], value, word.line))
         elif before is not None and before.text in HYDRA_FLAGS:
@@ -463,6 +510,17 @@ def _overrides(words: Sequence[Word]) -> tuple[list[Setting], list[Word]]:
         elif word.text and word.text not in HYDRA_FLAGS:
             settings.append(Setting(word.text, True, word.line))
     return settings, elsewhere
+
+
+_COLON = re.compile(r"""("[^"]*"|'[^']*')|:(?=\S)""")  # outside of quotes; YAML wants a blank after it
+
+
+def _hydra_value(text: str, is_known: bool) -> object:
+    """Read a value of Hydra's command line, where an object may be ``{a:1,b:2}``."""
+    if is_known and text.startswith("{"):
+        with suppress(*_NOT_YAML):
+            return yaml.safe_load(_COLON.sub(lambda match: match[1] or ": ", text))
+    return _text(text, is_known, as_yaml=True)
 
 
 def _flags(words: Sequence[Word]) -> tuple[list[Setting], list[Word]]:
@@ -621,7 +679,7 @@ def _referred(match: re.Match[str], key: str, settings: dict[str, Setting]) -> s
         elif match[1] != "oc.select":
             return match[0]
     if match[1] in (None, "oc.select"):
-        return str(values[0]) if values and values[0] is not None else match[0]
+        return ("null" if values[0] is None else str(values[0])) if values else match[0]
     if (
         len(values) != 2
         or not all(isinstance(value, int | float) for value in values)

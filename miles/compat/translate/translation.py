@@ -344,6 +344,7 @@ class KnownSetting:
         needs: A flag of miles without which this one has no effect: it is written only alongside it.
         other: Whether it belongs to other releases than the one whose defaults the table has.
         now: Its name in the trainer's newer release, whose row has the rest.
+        null: The value that null stands for, if that is not the default.
     """
 
     default: Any = None
@@ -355,6 +356,7 @@ class KnownSetting:
     needs: str = ""
     other: bool = False
     now: str = ""
+    null: Any = None
 
 
 UNKNOWN = KnownSetting(learning=True)
@@ -475,7 +477,8 @@ class Translation:
             if isinstance(value, Expression):
                 raise Unknown
             return value
-        theirs = self.table.row(key).default
+        row = self.table.row(key)
+        theirs = row.default if row.null is None or key not in self.document.settings else row.null
         return default if theirs is None else theirs
 
     def text(self, key: str, default: str = "") -> str:
@@ -592,7 +595,7 @@ class Translation:
             if (
                 key not in self._taken | self._read
                 and row.learning
-                and not any(_same(setting.value, value) for value in plain)
+                and not any(same(setting.value, value) for value in plain)
             ):
                 settings.append(setting)
         return settings
@@ -641,11 +644,16 @@ class Translation:
         return [word for group in self.groups for word in group]
 
 
-def _same(value: Any, other: Any) -> bool:
+def same(value: Any, other: Any) -> bool:
     """Return whether two values are equal, also if one is written as text or as another number."""
     if isinstance(value, Expression):
         return False
+    if isinstance(value, list) and isinstance(other, list):
+        return len(value) == len(other) and all(map(same, value, other))
     if isinstance(value, str) != isinstance(other, str):
+        with suppress(TypeError, ValueError):  # a list, or no number
+            if not isinstance(value, bool) and not isinstance(other, bool) and float(value) == float(other):
+                return True
         return str(value).lower() == str(other).lower()
     return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
 
@@ -673,12 +681,12 @@ def apply(translation: Translation) -> None:
     """
     rows = translation.table.rows
     for name in filter(translation.has, translation.table.switches):
-        if _same(translation.document.settings[name].value, False):
+        if same(translation.document.settings[name].value, False):
             start = name.rpartition(".")[0] + "."
             translation.take(key for key in translation.document.settings if key.startswith(start))
     for key in sorted((key for key in rows if not translation.takes(key)), key=lambda key: bool(rows[key].needs)):
         row = rows[key]
-        is_set = translation.has(key)
+        is_set = translation.has(key) or (row.null is not None and key in translation.document.settings)
         writes_default = row.learning and row.flag and row.default is not None and row.kind not in ("file", "prompts")
         if (row.flag or row.why) and (is_set or writes_default):
             translation.attempt(lambda translation, key=key, row=row: _apply(translation, key, row))  # type: ignore[misc]
@@ -687,10 +695,10 @@ def apply(translation: Translation) -> None:
 def _apply(translation: Translation, key: str, row: KnownSetting) -> None:
     value = translation.raw(key)
     plain = row.neutral if row.flag else (*row.neutral, row.default)
-    if any(_same(value, each) for each in plain):
+    if any(same(value, each) for each in plain):
         translation.carry(key)
     elif row.needs and row.needs not in translation.words:
-        if translation.has(key):
+        if translation.has(key) and not same(value, row.default):
             translation.miss(key, f"{row.flag} needs {row.needs}: add both")
     elif row.kind == "prompts":
         _write_prompts(translation, key, row)
@@ -763,7 +771,7 @@ def write_critic(translation: Translation, policy: str, critic: str, names: Iter
     for name in names:
         if critic + name in translation.table.rows:
             value = translation.raw(critic + name)
-            if not _same(value, translation.raw(policy + name)):
+            if not same(value, translation.raw(policy + name)):
                 translation.differ(critic + name, "the critic has the policy's value here")
 
 

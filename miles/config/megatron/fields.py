@@ -7,10 +7,12 @@ follows from its name (``moe_router_dtype``: ``--moe-router-dtype``), unless Meg
 
 import argparse
 import ast
+import tomllib
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -41,8 +43,8 @@ class MegatronField:
     name: str
     flag: str
     kind: Kind
-    default: Any
-    help: str
+    default: Any = None
+    help: str = ""
     choices: tuple[str, ...] = ()
     is_list: bool = False
 
@@ -52,26 +54,9 @@ class MegatronField:
         return True if self.flag == "--attention-softmax-in-fp32" else not self.default
 
 
-# Flags of launch scripts that are not in the dataclasses: arguments of Megatron's GPTModel and of Megatron's scripts.
-MODEL_FLAGS = (
-    MegatronField("group_query_attention", "--group-query-attention", "bool", False, "query heads share key heads"),
-    MegatronField(
-        "untie_embeddings_and_output_weights",
-        "--untie-embeddings-and-output-weights",
-        "bool",
-        False,
-        "the output head has its own weights",
-    ),
-    MegatronField("vocab_size", "--vocab-size", "int", None, "tokens of the vocabulary"),
-    MegatronField("max_position_embeddings", "--max-position-embeddings", "int", None, "maximum context length"),
-    MegatronField("rotary_base", "--rotary-base", "float", None, "base of the rotary embedding"),
-    MegatronField("rotary_percent", "--rotary-percent", "float", None, "share of an attention head that is rotated"),
-    MegatronField("position_embedding_type", "--position-embedding-type", "str", None, "kind of position embedding"),
-    MegatronField("use_rotary_position_embeddings", "--use-rotary-position-embeddings", "bool", False, "older name"),
-    MegatronField("position_embedding_table", "--no-position-embedding", "bool", True, "no learned position table"),
-    MegatronField("rope_fusion", "--no-rope-fusion", "bool", True, "rotary embedding without a fused kernel"),
-    MegatronField("attention_backend", "--attention-backend", "str", "auto", "attention kernel"),
-)
+# Verdicts on Megatron's fields, and the flags that are none of them: see fields.toml.
+TABLE: dict[str, Any] = tomllib.loads((files(__package__) / "fields.toml").read_text(encoding="utf-8"))
+MODEL_FLAGS = tuple(MegatronField(**row) for row in TABLE["model_flags"])
 
 
 @cache
@@ -147,11 +132,9 @@ def _parsed(file: Path) -> ast.Module:
 
 def _text(node: ast.AST | None) -> str:
     """Return the first sentence of the string after a field, which documents it."""
-    match node:
-        case ast.Expr(value=ast.Constant(value=str(text))):
-            return " ".join(text.split()).split(". ")[0].rstrip(".")[:200]
-        case _:
-            return ""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        return " ".join(node.value.value.split()).split(". ")[0].rstrip(".")[:200]
+    return ""
 
 
 def _field(name: str, annotation: ast.expr, value: ast.expr | None, text: str) -> MegatronField | None:

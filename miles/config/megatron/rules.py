@@ -1,19 +1,15 @@
 """Check a run of the Megatron backend: sizes that fit ranks and model, and only correctly computed settings."""
 
 import math
-import tomllib
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from importlib.resources import files
 from typing import Any, TypeAlias
 
-from miles.base.flags import Errors, changed, collect_errors, count, flag_name, refuse
-from miles.config.choice import reads_megatron_flags
-from miles.config.components import TRAIN_BACKENDS, names_with, train_backend_spec
+from miles.base.flags import Errors, changed, count, flag_name, refuse
+from miles.config.components import TRAIN_BACKENDS, names_with
 from miles.config.lora import LoraArguments, check_adapted_layers, check_adapter_flags, check_adapter_with_model
-from miles.config.megatron.fields import MODEL_FLAGS, MegatronField, megatron_fields
+from miles.config.megatron.fields import MODEL_FLAGS, TABLE, MegatronField, megatron_fields
 from miles.config.megatron.settings import MegatronArguments
 from miles.config.model import ModelArguments, local_config, readable_config, reading_config
 from miles.config.notes import MEMORY, NO_EFFECT, OTHER_PART, READ_AS, SAME, Note, note_on, written
@@ -40,17 +36,16 @@ FP32_EPSILON = 2.0**-23
 
 Overrides: TypeAlias = tuple[tuple[str, Any], ...]  # name and value of each field that a flag sets
 
-_TABLE = tomllib.loads((files(__package__) / "fields.toml").read_text(encoding="utf-8"))
-FIXED: dict[str, tuple[Any, str]] = {name: (value, why) for name, (value, why) in _TABLE["fixed"].items()}
-TRIED: tuple[str, ...] = tuple(_TABLE["tried"])
+FIXED: dict[str, tuple[Any, str]] = {name: (value, why) for name, (value, why) in TABLE["fixed"].items()}
+TRIED: tuple[str, ...] = tuple(TABLE["tried"])
 # Values that ask for nothing, and that scripts give for models which do not have the setting.
-NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {name: tuple(values) for name, values in _TABLE["neutral"].items()}
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {name: tuple(values) for name, values in TABLE["neutral"].items()}
 # Fields of layers that no family of this backend has. --train-backend fsdp reads them from the config.
-OF_OTHER_MODELS: set[str] = {*_TABLE["of_other_models"]}
+OF_OTHER_MODELS: set[str] = {*TABLE["of_other_models"]}
 # The fields that a model's config determines: they can be checked only after it has been read.
-SHAPE_FIELDS = {*OF_OTHER_MODELS, *LAYER_FIELDS, *EXPERT_FIELDS, *_TABLE["of_model"]}
+SHAPE_FIELDS = {*OF_OTHER_MODELS, *LAYER_FIELDS, *EXPERT_FIELDS, *TABLE["of_model"]}
 # Fields whose every value gives the same results: heading of the note, and reason.
-FREE_FIELDS = {name: (row["heading"], row["why"]) for row in _TABLE["free"] for name in row["fields"]}
+FREE_FIELDS = {name: (row["heading"], row["why"]) for row in TABLE["free"] for name in row["fields"]}
 
 
 def check_overrides(overrides: Overrides, shape: dict[str, Any] | None, flags: dict[str, str], errors: Errors) -> None:
@@ -64,7 +59,7 @@ def check_overrides(overrides: Overrides, shape: dict[str, Any] | None, flags: d
     """
     for name, value in overrides:
         flag = flags[name]
-        text = flag if isinstance(value, bool) else f"{flag} {_words(value)}"
+        text = written(flag, value)
         if shape is not None and name in shape:
             if not repeats(_by_layer(value, shape[name]) if name == "moe_layer_freq" else value, shape[name]):
                 errors.add(contradiction(name, value, flag, shape))
@@ -95,9 +90,8 @@ def contradiction(name: str, value: Any, flag: str, shape: dict[str, Any]) -> st
     elif shape.get(name, neutral) is None:
         claim = f"describes a model without {flag}"
     else:
-        claim = f"gives {flag} {_words(shape.get(name, neutral))}"
-    text = flag if isinstance(value, bool) else f"{flag} {_words(value)}"
-    return f"{text}: contradicts --hf-checkpoint, whose config.json {claim}; drop it"
+        claim = f"gives {written(flag, shape.get(name, neutral))}"
+    return f"{written(flag, value)}: contradicts --hf-checkpoint, whose config.json {claim}; drop it"
 
 
 _UNTESTED = "megatron-core has this setting, but training with it has not been tested here, so it is not accepted"
@@ -135,10 +129,6 @@ def _by_layer(value: Any, wanted: Any) -> Any:
     return value
 
 
-def _words(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-
-
 ConfigAndShape: TypeAlias = tuple[dict[str, Any], dict[str, Any]]  # of Hugging Face, and in Megatron's terms
 
 SIZES = (
@@ -167,7 +157,7 @@ def check_megatron(settings: Settings, errors: Errors) -> None:
     How the sizes divide the trainer's ranks is checked by ``ParallelDims``.
     """
     sizes, overrides = settings.megatron, settings.megatron_overrides
-    if not train_backend_spec(settings.training.train_backend).reads_megatron_flags:
+    if not settings.backend.reads_megatron_flags:
         for name in changed(sizes, LOSSES):
             rule = "asks for a loss of the model's layers, which this backend does not compute"
             what_to_do = f"use --train-backend {names_with(TRAIN_BACKENDS, 'reads_megatron_flags')}, or drop it"
@@ -235,7 +225,7 @@ def _check_local_models(
     """Check the fields that the configs on this machine determine; the backend checks the others at run time."""
     config = local_config(model, "hf_checkpoint")
     left_to_the_backend: Collection[Any] = ()
-    if config is not None and sizes.megatron_to_hf_mode == "bridge":
+    if config is not None and sizes.uses_bridge:
         with reading_config("hf_checkpoint", model.hf_checkpoint):
             check_bridged(config)
         left_to_the_backend = BRIDGED  # Megatron-Bridge determines their shapes
@@ -244,53 +234,28 @@ def _check_local_models(
         return
     with reading_config("hf_checkpoint", model.hf_checkpoint):
         shape = megatron_shape(config)
-        _check_with_model(sizes, overrides, config, shape, errors)
+        check_with_model(sizes, overrides, config, shape, errors)
         check_adapter_with_model(lora, config["model_type"], shape, errors)
         check_adapted_layers(lora, config, shape, errors)
     for field in ("ref_load", "opd_teacher_load"):
         path, other = getattr(model, field), local_config(model, field)
         if other is not None and other.get("model_type") not in left_to_the_backend:
             with reading_config(field, path):
-                _check_same_shape(field, path, (other, megatron_shape(other)), (config, shape), errors)
+                check_same_shape(field, path, (other, megatron_shape(other)), (config, shape), errors)
 
 
 def check_with_model(
-    sizes: MegatronArguments, overrides: Overrides, config: dict[str, Any], shape: dict[str, Any]
+    sizes: MegatronArguments, overrides: Overrides, config: dict[str, Any], shape: dict[str, Any], errors: Errors
 ) -> None:
-    """Check at run time that the sizes fit the model, and that no flag contradicts it.
+    """Check that the sizes fit the model, and that no flag contradicts it.
 
     Args:
         sizes: How ranks share the model.
         overrides: The fields of Megatron's dataclasses that flags set.
         config: The model's Hugging Face config.
         shape: The same in Megatron's terms.
-
-    Raises:
-        FlagError: They do not fit.
+        errors: Collects what does not fit.
     """
-    with collect_errors() as errors:
-        _check_with_model(sizes, overrides, config, shape, errors)
-
-
-def check_same_shape(flag: str, path: str | None, other: ConfigAndShape, policy: ConfigAndShape) -> None:
-    """Check at run time that a reference model or a teacher has the shape of the policy.
-
-    Args:
-        flag: The flag that names it.
-        path: The value of the flag.
-        other: Config and shape of the model.
-        policy: Config and shape of the policy.
-
-    Raises:
-        FlagError: It has another shape.
-    """
-    with collect_errors() as errors:
-        _check_same_shape(flag[2:].replace("-", "_"), path, other, policy, errors)
-
-
-def _check_with_model(
-    sizes: MegatronArguments, overrides: Overrides, config: dict[str, Any], shape: dict[str, Any], errors: Errors
-) -> None:
     numbers = [size for name in SIZES if (size := getattr(sizes, name)) is not None]
     if min(numbers) >= 1:  # a smaller one is refused for itself
         _check_sizes(sizes, shape, errors)
@@ -304,9 +269,18 @@ def _check_with_model(
     check_overrides(overrides, {**shape, **vocabulary_shape(config)}, _flags(), errors)
 
 
-def _check_same_shape(
+def check_same_shape(
     field: str, path: str | None, other: ConfigAndShape, policy: ConfigAndShape, errors: Errors
 ) -> None:
+    """Check that a reference model or a teacher has the shape of the policy.
+
+    Args:
+        field: The flag that names it.
+        path: The value of the flag.
+        other: Config and shape of the model.
+        policy: Config and shape of the policy.
+        errors: Collects the differences.
+    """
     actual, wanted = ({**shape, **vocabulary_shape(config)} for config, shape in (other, policy))
     for name, value in wanted.items():
         if actual.get(name) != value:
@@ -379,7 +353,7 @@ def _check_interleaving(sizes: MegatronArguments, layers: int, errors: Errors) -
     elif sizes.chunks(layers) > 1:
         untested = {
             "--mtp-num-layers": sizes.mtp_heads,
-            "--megatron-to-hf-mode bridge": sizes.megatron_to_hf_mode == "bridge",
+            "--megatron-to-hf-mode bridge": sizes.uses_bridge,
         }
         for name, is_set in untested.items():
             if is_set:
@@ -429,27 +403,26 @@ def _check_heads(sizes: MegatronArguments, config: dict[str, Any], errors: Error
         errors.refuse("mtp_num_layers", sizes.mtp_heads, rule, "give --pipeline-model-parallel-size 1")
 
 
-def lacks_bridge() -> bool:
-    """Return whether Megatron-Bridge is missing, or a release of it or of its dependencies was not tested."""
-    with suppress(PackageNotFoundError):
-        return not all(version(package).startswith(release) for package, release in BRIDGE_RELEASES.items())
-    return True
-
-
-def check_bridge(sizes: MegatronArguments) -> None:
-    """Raise ``ValueError`` naming the flag if Megatron-Bridge is chosen and cannot be used."""
-    if sizes.megatron_to_hf_mode != "bridge":
-        return
-    families = ", ".join(CONVERTED)
-    what_to_do = f"install what docs/parallelism.md names, use raw with a {families}, or give --train-backend fsdp"
+def fault_of_bridge() -> str | None:
+    """Return why Megatron-Bridge cannot be used: it is missing, or no tested release. None if it can."""
     for package, release in BRIDGE_RELEASES.items():
         try:
             installed = version(package)
         except PackageNotFoundError:
-            refuse("megatron_to_hf_mode", "bridge", f"needs {package}, which is not installed", what_to_do)
+            return f"needs {package}, which is not installed"
         if not installed.startswith(release):
-            rule = f"{package} {installed} is installed, and only {release}* was tested"
-            refuse("megatron_to_hf_mode", "bridge", rule, what_to_do)
+            return f"{package} {installed} is installed, and only {release}* was tested"
+    return None
+
+
+def check_bridge(sizes: MegatronArguments) -> None:
+    """Raise ``ValueError`` naming the flag if Megatron-Bridge is chosen and cannot be used."""
+    if not sizes.uses_bridge:
+        return
+    if (fault := fault_of_bridge()) is not None:
+        families = ", ".join(CONVERTED)
+        what_to_do = f"install what docs/parallelism.md names, use raw with a {families}, or give --train-backend fsdp"
+        refuse("megatron_to_hf_mode", "bridge", fault, what_to_do)
     if sizes.mtp_heads:
         rule = "with --megatron-to-hf-mode bridge: the names of the heads in a checkpoint were not tested"
         refuse("mtp_num_layers", sizes.mtp_heads, rule, "drop it")
@@ -489,12 +462,12 @@ def normalize_megatron(settings: Settings, errors: Errors) -> tuple[Settings, li
     overrides = dict(settings.megatron_overrides)
     shape = _shape(settings) or {}
     pairs, notes = list[tuple[str, Any]](), list[Note]()
-    if not reads_megatron_flags(settings) and "recompute_granularity" in overrides:
+    if not settings.backend.reads_megatron_flags and "recompute_granularity" in overrides:
         text = written(fields["recompute_granularity"].flag, overrides.pop("recompute_granularity"))
         notes.append(Note(READ_AS, text, "--gradient-checkpointing: every layer is recomputed"))
         settings = replace(settings, training=replace(settings.training, gradient_checkpointing=True))
     for name, value in overrides.items():
-        if reads_megatron_flags(settings):
+        if settings.backend.reads_megatron_flags:
             verdict = judge(fields[name], value, shape, overrides)
         else:
             verdict = _judge_without_megatron(fields[name], value, shape, overrides, errors)
@@ -515,8 +488,7 @@ def judge(field: MegatronField, value: Any, shape: dict[str, Any], overrides: di
     name, text = field.name, written(field.flag, value)
     if name in FIXED and repeats(value, FIXED[name][0]) and name not in _RECOMPUTE:
         return FieldVerdict(value)
-    why = _why_without_effect(name, shape, overrides)
-    if why is not None:
+    if (why := _why_without_effect(name, shape, overrides)) is not None:
         return FieldVerdict(note=Note(NO_EFFECT, text, why))
     if name in shape:
         return FieldVerdict(value)
@@ -563,10 +535,8 @@ def _judge_without_megatron(
 ) -> FieldVerdict:
     """Drop a field, or refuse it if it states something else than the model's config or changes the result."""
     text = written(field.flag, value)
-    unread = _why_without_effect(field.name, shape, overrides)
-    if unread is not None:
-        return FieldVerdict(note=Note(NO_EFFECT, text, unread))
-    why = "Megatron's, and --train-backend fsdp trains"
+    if (why := _why_without_effect(field.name, shape, overrides)) is not None:
+        return FieldVerdict(note=Note(NO_EFFECT, text, why))
     is_whole = "num_layers" in shape and "vocab_size" in shape  # of a family that Megatron trains too
     says_more = is_whole and field.name in SHAPE_FIELDS and not _asks_for_nothing(field, value)
     if not repeats(value, shape[field.name]) if field.name in shape else says_more:
@@ -576,7 +546,7 @@ def _judge_without_megatron(
     if not harmless and not _asks_for_nothing(field, value):
         errors.add(f"{text}: {refusal_of(field.name)}; drop it")
         return FieldVerdict()
-    return FieldVerdict(note=Note(OTHER_PART, text, why))
+    return FieldVerdict(note=Note(OTHER_PART, text, "Megatron's, and --train-backend fsdp trains"))
 
 
 def _shape(settings: Settings) -> dict[str, Any] | None:
@@ -586,7 +556,7 @@ def _shape(settings: Settings) -> dict[str, Any] | None:
         if config is None:
             return None
         if config.get("model_type") not in CONVERTED:
-            return None if reads_megatron_flags(settings) else common_shape(config)
+            return None if settings.backend.reads_megatron_flags else common_shape(config)
         return {**megatron_shape(config), **vocabulary_shape(config)}
     except (ValueError, KeyError, TypeError):
         return None  # the validator reports it
@@ -594,16 +564,12 @@ def _shape(settings: Settings) -> dict[str, Any] | None:
 
 def normalize_converter(settings: Settings) -> tuple[Settings, list[Note]]:
     """Convert weights without Megatron-Bridge if it is not there, or an adapter is trained, and the family is known."""
-    mode = settings.megatron.megatron_to_hf_mode
-    if mode != "bridge" or not reads_megatron_flags(settings) or settings.model.hf_checkpoint is None:
+    if not (settings.megatron.uses_bridge and settings.backend.reads_megatron_flags):
         return settings, []
-    config = readable_config(settings.model)
-    if config is None or config.get("model_type") not in CONVERTED:
+    is_converted = (readable_config(settings.model) or {}).get("model_type") in CONVERTED
+    if not is_converted or not (settings.lora.trains_adapter or fault_of_bridge()):
         return settings, []
-    if not settings.lora.trains_adapter and not lacks_bridge():
-        return settings, []
-    why = "raw: miles converts this family itself, to the same weights"
-    return (
-        replace(settings, megatron=replace(settings.megatron, megatron_to_hf_mode="raw")),
-        [note_on(READ_AS, "megatron_to_hf_mode", mode, why)],
+    note = note_on(
+        READ_AS, "megatron_to_hf_mode", "bridge", "raw: miles converts this family itself, to the same weights"
     )
+    return replace(settings, megatron=replace(settings.megatron, megatron_to_hf_mode="raw")), [note]

@@ -95,6 +95,11 @@ class MegatronArguments:
         return self.use_distributed_optimizer or self.optimizer_cpu_offload
 
     @property
+    def uses_bridge(self) -> bool:
+        """Whether Megatron-Bridge builds the model and converts its weights."""
+        return self.megatron_to_hf_mode == "bridge"
+
+    @property
     def mtp_heads(self) -> int:
         """Heads of multi-token prediction that are trained."""
         return self.mtp_num_layers or 0

@@ -9,6 +9,7 @@ from typing import Any
 
 SERVER, ROUTER, VLLM = "--sglang-", "--router-", "--vllm-"
 ROUTER_ALIAS = "--sglang-router-"
+SERVER_KEY, ADMIN_KEY = "--api-key", "--admin-api-key"  # SGLang's flags; the router calls its own key --api-key too
 
 
 def _words_of(prefix: str) -> Any:
@@ -29,15 +30,16 @@ class ServerFlags:
 
     def written(self, prefixes: Collection[str]) -> list[str]:
         """Return the flags that have one of ``prefixes`` as the user has written them, without values."""
-        return [
-            prefix + flag.removeprefix("--")
-            for prefix, words in self.by_prefix().items()
-            if prefix in prefixes
-            for flag, _ in pairs(words)
-        ]
+        words = {prefix: words for prefix, words in self.by_prefix().items() if prefix in prefixes}
+        return [spelled(prefix, flag) for prefix in words for flag, _ in pairs(words[prefix])]
 
 
 PREFIXES: dict[str, str] = {each.name: each.metadata["prefix"] for each in fields(ServerFlags)}
+
+
+def spelled(prefix: str, flag: str) -> str:
+    """Spell a flag of servers as it is given here: ``--tp`` of SGLang is ``--sglang-tp``."""
+    return prefix + flag.removeprefix("--")
 
 
 def is_passed_on(word: str) -> bool:

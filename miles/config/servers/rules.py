@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from miles.base.flags import Errors, flag_name
 from miles.config.cluster import ClusterArguments
-from miles.config.components import ENGINES, call, engine_spec, names_with
+from miles.config.components import ENGINES, call, names_with
 from miles.config.model import local_config
 from miles.config.servers.flags import SglangArguments
 from miles.config.settings import Settings
@@ -16,22 +16,16 @@ QUANTIZED_AT_START = "quantizes weights when it starts, and not those that the t
 
 def check_engine(settings: Settings, errors: Errors) -> None:
     """Check the flags of the chosen engine, and that none are given to servers of another."""
-    name = settings.rollout.rollout_engine
-    engine = engine_spec(name)
+    name, engine = settings.rollout.rollout_engine, settings.engine
     for other, row in ENGINES.items():
         for flag in settings.server_flags.written(set(row.prefixes) - set(engine.prefixes)):
             errors.add(
                 f"{flag}: would be ignored by --rollout-engine {name}; use --rollout-engine {other}, or drop {flag}"
             )
-    if not engine.has_servers:
-        _check_embedded(settings, errors)
-        return
-    _check_common(settings, errors)
-    call(engine.rules, settings, errors)
-
-
-def _check_embedded(settings: Settings, errors: Errors) -> None:
-    if settings.generates and errors.none_about("hf_checkpoint"):
+    if engine.has_servers:
+        _check_common(settings, errors)
+        call(engine.rules, settings, errors)
+    elif settings.generates and errors.none_about("hf_checkpoint"):
         with errors.catching():
             config = local_config(settings.model, "hf_checkpoint")
             if config is not None and (fault := why_not_generated(config)):
@@ -44,7 +38,10 @@ def _check_common(settings: Settings, errors: Errors) -> None:
     if can_count_engines(errors) and not sglang.rollout_external:
         _check_devices(settings.cluster, settings.engine_devices, sglang.rollout_num_gpus_per_engine, errors)
         _check_nodes(settings.cluster, sglang, errors)
-    _check_weight_files(sglang, errors)
+    if sglang.writes_deltas and sglang.rollout_external:
+        rule = "engines that are running already have nothing of this run on their hosts that could apply a delta"
+        what_to_do = "use --update-weight-transfer-mode disk"
+        errors.refuse("update_weight_transfer_mode", sglang.update_weight_transfer_mode, rule, what_to_do)
     if sglang.pause_generation_mode == ABORT and settings.rollout.fully_async:
         rule = "would end the requests in flight, which --fully-async continues with the new weights"
         errors.refuse("pause_generation_mode", ABORT, rule, "give retract or in_place")
@@ -76,13 +73,6 @@ def _check_nodes(cluster: ClusterArguments, sglang: SglangArguments, errors: Err
         errors.refuse("update_weight_transfer_mode", "ipc", rule, "use --update-weight-transfer-mode broadcast")
 
 
-def _check_weight_files(sglang: SglangArguments, errors: Errors) -> None:
-    mode = sglang.update_weight_transfer_mode
-    if sglang.writes_deltas and sglang.rollout_external:
-        rule = "engines that are running already have nothing of this run on their hosts that could apply a delta"
-        errors.refuse("update_weight_transfer_mode", mode, rule, "use --update-weight-transfer-mode disk")
-
-
 def can_count_engines(errors: Errors) -> bool:
     """Return whether the numbers of devices are valid, so that engines can be counted."""
     devices = ("actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus", "rollout_num_gpus_per_engine")
@@ -95,7 +85,7 @@ def check_rollout_workers(settings: Settings, errors: Errors) -> None:
     workers = rollout.num_rollout_workers
     if workers <= 1:
         return
-    if not engine_spec(rollout.rollout_engine).shares_servers:
+    if not settings.engine.shares_servers:
         rule = f"the {rollout.rollout_engine} engine runs inside the rollout process, so no other process can reach it"
         errors.refuse(name, workers, rule, f"use --rollout-engine {names_with(ENGINES, 'shares_servers')}, or give 1")
         return
@@ -112,7 +102,7 @@ def check_rollout_workers(settings: Settings, errors: Errors) -> None:
 def fill_rollout_num_gpus(settings: Settings) -> ClusterArguments:
     """Return the cluster section with ``rollout_num_gpus``, the devices of one engine if servers are not counted."""
     cluster, size = settings.cluster, settings.sglang.rollout_num_gpus_per_engine
-    starts = engine_spec(settings.rollout.rollout_engine).has_servers and not settings.sglang.rollout_external
+    starts = settings.engine.has_servers and not settings.sglang.rollout_external
     if not starts or cluster.colocate or cluster.rollout_num_gpus is not None or size < 1:
         return cluster
     return replace(cluster, rollout_num_gpus=size)
@@ -124,6 +114,5 @@ def fill_server_section(settings: Settings) -> tuple[SglangArguments, list[str]]
     if sglang.pause_generation_mode != ABORT:
         return sglang, []
     why = "without --fully-async no request is in flight when weights change"
-    return replace(sglang, pause_generation_mode="retract"), [
-        f"--pause-generation-mode abort is read as retract: {why}"
-    ]
+    note = f"--pause-generation-mode abort is read as retract: {why}"
+    return replace(sglang, pause_generation_mode="retract"), [note]

@@ -3,31 +3,29 @@
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, assert_never
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, assert_never
 
-from miles.base.flags import Errors, changed, count, fault_of_text, flag_name
-from miles.config.choice import passes_on
+from miles.base.flags import LONGEST_VALUE, Errors, changed, count, fault_of_text, flag_name
+from miles.base.text import one_line
 from miles.config.cluster import ClusterArguments
-from miles.config.components import engine_spec
 from miles.config.model import readable_config
 from miles.config.notes import NO_EFFECT, OTHER_PART, READ_AS, SAME, SPEED, Note, written
 from miles.config.servers.flags import SglangArguments
-from miles.config.servers.passed_on import ROUTER, SERVER, ServerFlags, has_flag, value_of
+from miles.config.servers.passed_on import (
+    ADMIN_KEY,
+    ROUTER,
+    SERVER,
+    SERVER_KEY,
+    ServerFlags,
+    has_flag,
+    pairs,
+    spelled,
+    value_of,
+)
 from miles.config.servers.rules import QUANTIZED_AT_START, can_count_engines
 from miles.config.settings import Settings
-from miles.config.sglang.flags import (
-    ADMIN_KEY,
-    ATTENTION_DATA_PARALLEL,
-    DATA_PARALLEL,
-    REPLACED,
-    SERVER_KEY,
-    TENSOR_PARALLEL,
-    check_server_flags,
-    known_router_flags,
-    known_server_flags,
-)
 from miles.config.sglang.installed import (
     CONFIG,
     TABLE,
@@ -39,8 +37,86 @@ from miles.config.sglang.installed import (
     server_flags,
 )
 from miles.config.spelling import Group, group_words
-from miles.config.suggest import near_choice
+from miles.config.suggest import near_choice, nearest_flag
 from miles.models.packing import reads_images
+
+# Check that each flag is known to the installed SGLang, and is not set by the launcher itself.
+
+_ADDRESS = "--ip"  # of a router that runs already, in related launchers
+OWNED_BY_LAUNCHER: dict[str, str] = TABLE["owned_by_launcher"]
+TENSOR_PARALLEL = ("--tp-size", "--tp", "--tensor-parallel-size")
+# Switches of earlier versions, and the flag that has their effect.
+REPLACED = {"--enable-ep-moe": "--ep-size", "--enable-deepep-moe": "--moe-a2a-backend"}
+DATA_PARALLEL = ("--dp-size", "--dp", "--data-parallel-size")
+# An engine here is one tensor-parallel group. Devices of other kinds of parallelism would not be counted,
+# and new weights would not reach them.
+OTHER_PARALLEL = {
+    **dict.fromkeys(("--pp-size", "--pp", "--pipeline-parallel-size", "--nnodes"), "--rollout-num-gpus-per-engine"),
+    **dict.fromkeys(DATA_PARALLEL, "--rollout-num-gpus"),
+}
+# SGLang checks no keys under these flags, and a run gives every server keys.
+WITHOUT_KEYS = ("--tokenizer-worker-num", "--grpc-port", "--grpc-mode", "--smg-grpc-mode")
+ATTENTION_DATA_PARALLEL = "--enable-dp-attention"  # SGLang's older way to say --attn-dp-size, within tensor parallel
+
+
+def _check_flags(flags: ServerFlags, engine_size: int, errors: Errors) -> None:
+    for prefix, words in ((SERVER, flags.server), (ROUTER, flags.router)):
+        for flag, value in pairs(words):
+            message = _fault_of_flag(prefix, flag, value, engine_size)
+            if message is None and prefix == SERVER:
+                message = _fault_of_server_flag(flag, value, engine_size, words)
+            if message is None and flag in (SERVER_KEY, ADMIN_KEY) and not re.fullmatch(r"(?!-)[!-~]+", value):
+                rule = 'a key must be one word of ASCII letters, digits and signs, and not begin with "-"'
+                message = f"{spelled(prefix, flag)}: {rule}; give another one, or drop {spelled(prefix, flag)}"
+            if message is not None:
+                errors.add(message)
+
+
+def _fault_of_flag(prefix: str, flag: str, value: str, engine_size: int) -> str | None:
+    """Return the error of a flag that the launcher sets, or that the installed SGLang does not have."""
+    written, known = spelled(prefix, flag), server_flags() if prefix == SERVER else router_flags()
+    if flag in OWNED_BY_LAUNCHER:
+        return f"{written}: {OWNED_BY_LAUNCHER[flag]}; drop {written}"
+    if prefix == SERVER and flag in TENSOR_PARALLEL and value != str(engine_size):
+        return (
+            f"{written} {value}: contradicts --rollout-num-gpus-per-engine {engine_size}, which is the engine's "
+            f"tensor-parallel size; give --rollout-num-gpus-per-engine {value}, and drop {written}"
+        )
+    if prefix == ROUTER and flag == _ADDRESS:
+        rule = "a run starts its own router, and engines that run already are given by their own addresses"
+        what_to_do = "give --rollout-external and --rollout-external-engine-addrs HOST:PORT …, and drop it"
+        return f"{written}: {rule}; {what_to_do}"
+    if not known or flag in known:
+        return None
+    near = nearest_flag(flag, known)
+    what_to_do = f"did you mean {spelled(prefix, near)}?" if near else f"drop {written}"
+    if prefix == SERVER and flag in REPLACED:
+        what_to_do = f"give {spelled(prefix, REPLACED[flag])} instead"
+    return f"{written}: the installed SGLang has no such flag; {what_to_do}"
+
+
+def _fault_of_server_flag(flag: str, value: str, engine_size: int, words: Sequence[str]) -> str | None:
+    """Return the error of devices that would not be counted, of a server without keys, or of a file of flags."""
+    written = spelled(SERVER, flag)
+    if flag in WITHOUT_KEYS and value != "1":
+        return f"{written}: SGLang would answer everybody, since it checks no keys under this flag; drop {written}"
+    if flag == CONFIG and value:
+        _, fault = read_server_config(value)
+        return f"{written} {one_line(value, LONGEST_VALUE)}: {fault or 'is given twice; give one file'}"
+    within_attention = flag in DATA_PARALLEL and has_flag(words, ATTENTION_DATA_PARALLEL)
+    is_number = re.fullmatch(r"-?\d+", value)  # another value is refused later
+    if flag not in OTHER_PARALLEL or value == "1" or within_attention or not is_number:
+        return None
+    if flag in DATA_PARALLEL and value.isdecimal() and int(value):
+        devices = int(value) * engine_size
+        return (
+            f"{written} {value}: SGLang updates no weights of replicas inside a server, so each is an engine here, and "
+            f"{value} of them need {devices} devices or a multiple; give --rollout-num-gpus {devices}, as many to "
+            f"--colocate, or add {spelled(SERVER, ATTENTION_DATA_PARALLEL)} for data parallelism inside one engine"
+        )
+    what_to_do = f"for more devices per engine give {OTHER_PARALLEL[flag]}, and drop {written}"
+    return f"{written} {value}: an engine here is tensor parallel; {what_to_do}"
+
 
 # Check how SGLang's flags divide the devices of an engine, as SGLang does when a server starts.
 #
@@ -60,14 +136,13 @@ _DECIDES_EXPERTS = ("--moe-a2a-backend", "--elastic-ep-backend", "--dwdp-size")
 PATCH = 14  # pixels
 
 
-@dataclass(frozen=True)
-class _Size:
-    flag: str  # as the user has written it
+class _Size(NamedTuple):
+    field: str  # the flag as the user has written it, without ``--``
     value: int  # 1 if the flag is not given
 
     @property
     def written(self) -> str:
-        return f"{self.flag} {self.value}"
+        return f"--{self.field} {self.value}"
 
 
 def check_server_sizes(flags: ServerFlags, engine_size: int, errors: Errors) -> None:
@@ -81,23 +156,21 @@ def check_server_sizes(flags: ServerFlags, engine_size: int, errors: Errors) -> 
     words = flags.server
     data, context = _attention_data(words, errors), _size(words, ATTENTION_CONTEXT)
     expert_data = _size(words, EXPERT_DATA)
-    expert = _Size(EXPERT[0], 1) if has_flag(words, *_DECIDES_EXPERTS) else _size(words, EXPERT)
+    expert = _Size(_field(SERVER, EXPERT[0]), 1) if has_flag(words, *_DECIDES_EXPERTS) else _size(words, EXPERT)
     for size in (data, context, expert, expert_data):
         _check_divides(size, engine_size, errors)
-    if errors.none_about(*(_size_field(size) for size in (data, context, expert, expert_data))):
+    if errors.none_about(*(size.field for size in (data, context, expert, expert_data))):
         _check_products(data, context, expert, expert_data, engine_size, errors)
     dense, weights = _size(words, DENSE), _size(words, DISTRIBUTED_WEIGHTS)
     for size, rule in ((dense, "SGLang divides dense layers"), (weights, "SGLang distributes weights")):
         if size.value not in (1, engine_size):
-            what_to_do = f"give {engine_size}, or drop {size.flag}"
-            errors.refuse(
-                _size_field(size), size.value, f"{rule} over {_devices(engine_size)}, or not at all", what_to_do
-            )
+            rule = f"{rule} over {_devices(engine_size)}, or not at all"
+            errors.refuse(*size, rule, f"give {engine_size}, or drop --{size.field}")
 
 
 def check_server_heads(settings: Settings, errors: Errors) -> None:
     """Check that the devices that share one attention divide the model's heads. On CPU SGLang pads the heads."""
-    if not passes_on(settings, SERVER) or settings.sglang.rollout_external or not settings.generates:
+    if SERVER not in settings.engine.prefixes or settings.sglang.rollout_external or not settings.generates:
         return
     words, engine_size = settings.server_flags.server, settings.sglang.rollout_num_gpus_per_engine
     config = readable_config(settings.model) or {}
@@ -122,20 +195,19 @@ def _attention_data(words: Sequence[str], errors: Errors) -> _Size:
     if attention.value == 1:
         return replicas
     if replicas.value > 1:
-        rule = (
-            f"contradicts {attention.written}, which states the same as this with --sglang{ATTENTION_DATA_PARALLEL[1:]}"
-        )
-        errors.refuse(_size_field(replicas), replicas.value, rule, f"drop {replicas.flag}")
+        with_attention = f"this with {spelled(SERVER, ATTENTION_DATA_PARALLEL)}"
+        rule = f"contradicts {attention.written}, which states the same as {with_attention}"
+        errors.refuse(*replicas, rule, f"drop --{replicas.field}")
     return attention
 
 
 def _check_divides(size: _Size, engine_size: int, errors: Errors) -> None:
     if size.value < 1:
-        errors.refuse(_size_field(size), size.value, "must be a whole number of at least 1", "give 1 or more")
+        errors.refuse(*size, "must be a whole number of at least 1", "give 1 or more")
     elif engine_size % size.value:
         rule = f"does not divide {_devices(engine_size)}"
         what_to_do = f"give a divisor of {engine_size}, or --rollout-num-gpus-per-engine {size.value} or a multiple"
-        errors.refuse(_size_field(size), size.value, rule, what_to_do)
+        errors.refuse(*size, rule, what_to_do)
 
 
 def _check_products(
@@ -144,15 +216,15 @@ def _check_products(
     groups = data.value * context.value
     if engine_size % groups:
         rule = f"with {data.written} makes {groups} groups, which do not divide {_devices(engine_size)}"
-        errors.refuse(_size_field(context), context.value, rule, "give a smaller size")
+        errors.refuse(*context, rule, "give a smaller size")
     if expert_data.value == 1:
         return
     if context.value != expert_data.value:
-        rule = f"must be 1 or equal to {SERVER}{ATTENTION_CONTEXT[0][2:]}, which is {context.value}"
-        errors.refuse(_size_field(expert_data), expert_data.value, rule, f"give {context.value}")
+        rule = f"must be 1 or equal to {spelled(SERVER, ATTENTION_CONTEXT[0])}, which is {context.value}"
+        errors.refuse(*expert_data, rule, f"give {context.value}")
     elif expert.value > 1 and expert.value * expert_data.value != engine_size:
         rule = f"times {expert.written} is not {engine_size}: together they divide {_devices(engine_size)}"
-        errors.refuse(_size_field(expert_data), expert_data.value, rule, f"give {engine_size // expert.value}")
+        errors.refuse(*expert_data, rule, f"give {engine_size // expert.value}")
 
 
 def _devices(engine_size: int) -> str:
@@ -161,13 +233,9 @@ def _devices(engine_size: int) -> str:
 
 def _size(words: Sequence[str], names: Sequence[str]) -> _Size:
     """Return the last of the named flags with a whole number."""
-    pairs = [(flag, values[0]) for flag, values in group_words(words) if flag in names and len(values) == 1]
-    sizes = [_Size(SERVER + flag[2:], int(value)) for flag, value in pairs if re.fullmatch(r"-?\d{1,9}", value)]
-    return sizes[-1] if sizes else _Size(SERVER + names[0][2:], 1)
-
-
-def _size_field(size: _Size) -> str:
-    return size.flag.removeprefix("--")
+    numbers = [(flag, values[0]) for flag, values in group_words(words) if flag in names and len(values) == 1]
+    sizes = [_Size(_field(SERVER, flag), int(value)) for flag, value in numbers if re.fullmatch(r"-?\d{1,9}", value)]
+    return sizes[-1] if sizes else _Size(_field(SERVER, names[0]), 1)
 
 
 NOT_QUANTIZED = f"SGLang {QUANTIZED_AT_START}"
@@ -177,7 +245,7 @@ NOT_ALONE = "a server would read prompts or generate, and each engine here does 
 def check_servers(settings: Settings, errors: Errors) -> None:
     """Check a run that generates with SGLang's servers."""
     sglang, passed_on = settings.sglang, settings.server_flags
-    check_server_flags(passed_on, sglang.rollout_num_gpus_per_engine, errors)
+    _check_flags(passed_on, sglang.rollout_num_gpus_per_engine, errors)
     _check_external(settings.cluster, sglang, passed_on, errors)
     check_server_values(passed_on, errors)
     if not sglang.rollout_external and errors.none_about("rollout_num_gpus_per_engine"):
@@ -232,7 +300,7 @@ _SUPPORT_TOKENS = 4096  # its default
 
 def _check_support(settings: Settings, errors: Errors) -> None:
     """Check that the servers say which tokens they draw from: SGLang does for a top-k up to a limit only."""
-    rollout, known = settings.rollout, known_server_flags()
+    rollout, known = settings.rollout, server_flags()
     names = changed(rollout, ["rollout_top_p", "rollout_top_k", "rollout_min_p"])
     otherwise = "use --rollout-engine torch, or add --no-support-replay (docs/off-policy.md)"
     if not settings.sglang.rollout_external and known and LARGEST_SUPPORT not in known:
@@ -246,7 +314,7 @@ def _check_support(settings: Settings, errors: Errors) -> None:
         name = name if rollout.rollout_top_k == -1 else "rollout_top_k"
         rule = (
             "SGLang reports which tokens it keeps, so that the trainer can repeat it, only under a --rollout-top-k "
-            f"of at most {SERVER}{LARGEST_SUPPORT.removeprefix('--')} {limit}"
+            f"of at most {spelled(SERVER, LARGEST_SUPPORT)} {limit}"
         )
         what_to_do = f"give --rollout-top-k {min(limit, 1024)}, {otherwise}"
         errors.refuse(name, getattr(rollout, name), rule, what_to_do)
@@ -258,7 +326,7 @@ def _check_stop_texts(settings: Settings, errors: Errors) -> None:
     if texts and settings.sglang.rollout_external:
         rule = "engines that are already running may have no tokenizer (--skip-tokenizer-init), and then see no text"
         errors.refuse("rollout_stop", texts, rule, f"{ids}, or drop --rollout-external")
-    limits = engine_spec(settings.rollout.rollout_engine).stop_text_limits
+    limits = settings.engine.stop_text_limits
     if limits is None:
         return
     if len(texts) > limits.number:
@@ -279,7 +347,7 @@ def _check_external(cluster: ClusterArguments, sglang: SglangArguments, passed_o
         if not host or not port.isdigit():
             rule, what_to_do = "is not HOST:PORT", "write it as 127.0.0.1:30000"
             errors.refuse("rollout_external_engine_addrs", address, rule, what_to_do)
-    keys = [SERVER + flag.removeprefix("--") for flag in (SERVER_KEY, ADMIN_KEY)]  # those that they were started with
+    keys = [spelled(SERVER, flag) for flag in (SERVER_KEY, ADMIN_KEY)]  # those that they were started with
     for flag in (flag for flag in passed_on.written([SERVER]) if flag not in keys):
         errors.add(
             f"{flag}: would be ignored with --rollout-external, whose engines are already running; give it to them "
@@ -331,7 +399,8 @@ def check_server_texts(flags: ServerFlags, errors: Errors) -> None:
 
 def check_server_files(settings: Settings, errors: Errors) -> None:
     """Check that each file is there that a flag of the server names, unless the servers are on hosts of a cluster."""
-    if not passes_on(settings, SERVER) or settings.sglang.rollout_external or settings.cluster.ray_address is not None:
+    is_here = not settings.sglang.rollout_external and settings.cluster.ray_address is None
+    if SERVER not in settings.engine.prefixes or not is_here:
         return
     for flag, values in group_words(settings.server_flags.server):
         field = _field(SERVER, flag)
@@ -357,7 +426,7 @@ def _check_words(prefix: str, words: Sequence[str], known: Mapping[str, Accepted
 
 def _field(prefix: str, flag: str) -> str:
     """Return what ``Errors`` calls a flag that is passed on."""
-    return (prefix + flag.removeprefix("--")).removeprefix("--")
+    return spelled(prefix, flag).removeprefix("--")
 
 
 def _fault(accepted: Accepted, values: Sequence[str]) -> tuple[str, str] | None:
@@ -438,136 +507,127 @@ CHANGES_RESULTS, OF_ADAPTERS = frozenset(TABLE["changes_results"]), tuple(TABLE[
 OF_ADAPTERS_WHY = "engines receive the weights with the adapter added to them"
 
 
+@dataclass
+class _PassedOn:
+    """The flags of SGLang and its router, which the steps below change or drop."""
+
+    settings: Settings
+    server: list[Group]
+    router: list[Group]
+    notes: list[Note] = field(default_factory=list)
+
+    def drop(self, heading: str, group: Group, why: str, prefix: str = SERVER) -> None:
+        (self.server if prefix == SERVER else self.router).remove(group)
+        self.notes.append(Note(heading, _written(group, prefix), why))
+
+
 def normalize_server_flags(settings: Settings) -> tuple[Settings, list[Note]]:
     """Rename flags and drop those that the launcher sets; drop all of them if no SGLang server generates."""
-    flags, notes = _normalize_adapters(settings.server_flags)
-    if not passes_on(settings, SERVER):
-        groups = [group for group in group_words(flags.server) if group[0] in CHANGES_RESULTS]
-        dropped = [group for group in group_words(flags.server) if group not in groups]
-        notes += [_note(OTHER_PART, group, "SGLang's, and another engine generates") for group in dropped]
-        notes += [
-            Note(OTHER_PART, _written(group, ROUTER), "SGLang's, and another engine generates")
-            for group in group_words(flags.router)
-        ]
-        return replace(settings, server_flags=replace(settings.server_flags, server=_words(groups), router=())), notes
-    flags, new_notes = _normalize_config(flags)
-    notes += new_notes
-    settings, flags, new_notes = _normalize_replicas(settings, flags)
-    notes += new_notes
-    server = list[Group]()
-    for group in group_words(flags.server):
-        instead = _replacement(group, settings)
-        normalized: Group | None
-        note: Note | None
-        if instead is None:
-            normalized, note = _normalize(group, settings.sglang.rollout_num_gpus_per_engine, known_server_flags)
-        elif has_flag(flags.server, instead[0]):
-            normalized, note = None, _note(NO_EFFECT, group, f"--sglang-{instead[0][2:]} states it")
-        else:
-            normalized, note = instead, _note(READ_AS, group, _written(instead, SERVER))
-        server += [normalized] if normalized is not None else []
-        notes += [note] if note is not None else []
-    router, router_notes = _normalize_router(group_words(flags.router), settings)
-    return replace(
-        settings, server_flags=replace(settings.server_flags, server=_words(server), router=_words(router))
-    ), [*notes, *router_notes]
+    passed_on = settings.server_flags
+    flags = _PassedOn(settings, group_words(passed_on.server), group_words(passed_on.router))
+    _drop_adapters(flags)
+    steps = (_read_config, _read_replicas, _rename, _drop_router)
+    for step in steps if SERVER in settings.engine.prefixes else (_drop_all,):
+        step(flags)
+    passed_on = replace(passed_on, server=_words(flags.server), router=_words(flags.router))
+    return replace(flags.settings, server_flags=passed_on), flags.notes
 
 
-def _normalize_config(flags: ServerFlags) -> tuple[ServerFlags, list[Note]]:
+def _drop_all(flags: _PassedOn) -> None:
+    """Drop the flags, but for those that another engine would have to obey."""
+    groups = [(group, SERVER) for group in flags.server if group[0] not in CHANGES_RESULTS]
+    for group, prefix in (*groups, *((group, ROUTER) for group in flags.router)):
+        flags.drop(OTHER_PART, group, "SGLang's, and another engine generates", prefix)
+
+
+def _read_config(flags: _PassedOn) -> None:
     """Read SGLang's own file of flags as these flags; what cannot be read so stays, and is refused later."""
-    groups = group_words(flags.server)
-    files = [group for group in groups if group[0] == CONFIG]
+    files = [group for group in flags.server if group[0] == CONFIG]
     if len(files) != 1 or len(files[0][1]) != 1:
-        return flags, []
+        return
     words, fault = read_server_config(files[0][1][0])
-    if fault is not None:
-        return flags, []
-    others = _words([group for group in groups if group[0] != CONFIG])
-    instead = " ".join(SERVER + flag[2:] for flag, _ in group_words(words))  # no values: one may be a key
-    return replace(flags, server=(*words, *others)), [_note(READ_AS, files[0], instead or "no flags")]
+    if fault is None:
+        groups = group_words(words)
+        instead = " ".join(spelled(SERVER, flag) for flag, _ in groups)  # no values: one may be a key
+        flags.drop(READ_AS, files[0], instead or "no flags")
+        flags.server = [*groups, *flags.server]
 
 
-def _normalize_adapters(flags: ServerFlags) -> tuple[ServerFlags, list[Note]]:
+def _drop_adapters(flags: _PassedOn) -> None:
     """Drop the flags of adapters, unless the servers are given adapters of their own."""
-    groups = group_words(flags.server)
-    if any(flag == "--lora-paths" for flag, _ in groups):
-        return flags, []
-    dropped = [group for group in groups if group[0] in OF_ADAPTERS]
-    others = [group for group in groups if group not in dropped]
-    return replace(flags, server=_words(others)), [_note(SAME, group, OF_ADAPTERS_WHY) for group in dropped]
+    if not any(flag == "--lora-paths" for flag, _ in flags.server):
+        for group in [group for group in flags.server if group[0] in OF_ADAPTERS]:
+            flags.drop(SAME, group, OF_ADAPTERS_WHY)
 
 
-def _normalize_replicas(settings: Settings, flags: ServerFlags) -> tuple[Settings, ServerFlags, list[Note]]:
+def _read_replicas(flags: _PassedOn) -> None:
     """Read the replicas that a server would hold as engines: each has its own server, behind the router.
 
     SGLang updates no weights of a server with replicas. What cannot be read so stays, and is refused later.
     """
-    groups = group_words(flags.server)
-    last = next((group for group in reversed(groups) if group[0] in DATA_PARALLEL), None)
-    attention = has_flag(flags.server, ATTENTION_DATA_PARALLEL)
-    if last is None or attention or settings.sglang.rollout_external or len(last[1]) != 1:
-        return settings, flags, []
+    cluster, size = flags.settings.cluster, flags.settings.sglang.rollout_num_gpus_per_engine
+    last = next((group for group in reversed(flags.server) if group[0] in DATA_PARALLEL), None)
+    attention = any(flag == ATTENTION_DATA_PARALLEL for flag, _ in flags.server)
+    if last is None or attention or flags.settings.sglang.rollout_external or len(last[1]) != 1:
+        return
     replicas = int(last[1][0]) if last[1][0].isdecimal() else 0
-    cluster, size = settings.cluster, settings.sglang.rollout_num_gpus_per_engine
     if replicas < 2 or size < 1:
-        return settings, flags, []
+        return
     if cluster.rollout_num_gpus is None and not cluster.colocate:
         cluster = replace(cluster, rollout_num_gpus=replicas * size)
     devices = cluster.world_size if cluster.colocate else cluster.rollout_num_gpus or 0
     if devices < 1 or devices % (replicas * size):
-        return settings, flags, []
+        return
     engines = f"{devices // size} engines of --rollout-num-gpus-per-engine {size} behind the router: a replica is one"
-    words = _words([group for group in groups if group[0] not in DATA_PARALLEL])
-    return replace(settings, cluster=cluster), replace(flags, server=words), [_note(READ_AS, last, engines)]
+    flags.drop(READ_AS, last, engines)
+    flags.server = [group for group in flags.server if group[0] not in DATA_PARALLEL]
+    flags.settings = replace(flags.settings, cluster=cluster)
 
 
-def _normalize_router(groups: list[Group], settings: Settings) -> tuple[list[Group], list[Note]]:
+def _drop_router(flags: _PassedOn) -> None:
     """Drop the flags of a router that is not started. Unknown flags stay, and are refused later."""
-    cluster, size = settings.cluster, settings.sglang.rollout_num_gpus_per_engine
+    cluster, size = flags.settings.cluster, flags.settings.sglang.rollout_num_gpus_per_engine
     devices = cluster.world_size if cluster.colocate else cluster.rollout_num_gpus or size
-    if size < 1 or settings.sglang.rollout_external or devices // size > 1:
-        return groups, []
-    known = known_router_flags()
-    unknown = [group for group in groups if known and group[0] not in known]
-    dropped = [group for group in groups if group not in unknown]
-    return unknown, [Note(NO_EFFECT, _written(group, ROUTER), "one engine needs no router") for group in dropped]
+    if size < 1 or flags.settings.sglang.rollout_external or devices // size > 1:
+        return
+    known = router_flags()
+    for group in [group for group in flags.router if not known or group[0] in known]:
+        flags.drop(NO_EFFECT, group, "one engine needs no router", ROUTER)
 
 
-def _replacement(group: Group, settings: Settings) -> Group | None:
-    """Return the flag and the value that have the effect of a switch of earlier versions; None for other flags."""
-    flag, known = group[0], known_server_flags()
-    if flag not in REPLACED or flag in known or REPLACED[flag] not in known:
-        return None
-    values = {"--enable-ep-moe": str(settings.sglang.rollout_num_gpus_per_engine), "--enable-deepep-moe": "deepep"}
-    return REPLACED[flag], (values[flag],)
+def _rename(flags: _PassedOn) -> None:
+    """Replace earlier names, and drop what the launcher sets."""
+    present, groups, flags.server = {flag for flag, _ in flags.server}, flags.server, []
+    for group in groups:
+        renamed, note = _renamed(group, flags.settings.sglang.rollout_num_gpus_per_engine, present)
+        flags.server += [] if renamed is None else [renamed]
+        flags.notes += [] if note is None else [note]
 
 
-def _normalize(
-    group: Group, engine_size: int, known_flags: Callable[[], Collection[str]]
-) -> tuple[Group | None, Note | None]:
-    flag, values = group
+def _renamed(group: Group, engine_size: int, present: Collection[str]) -> tuple[Group | None, Note | None]:
+    (flag, values), known = group, server_flags()
+    if flag in REPLACED and flag not in known and (name := REPLACED[flag]) in known:
+        if name in present:
+            return None, Note(NO_EFFECT, _written(group, SERVER), f"{spelled(SERVER, name)} states it")
+        instead = name, (str(engine_size) if name == "--ep-size" else "deepep",)
+        return instead, Note(READ_AS, _written(group, SERVER), _written(instead, SERVER))
     if flag in TENSOR_PARALLEL and values != (str(engine_size),):
         why = f"an engine has the size of --rollout-num-gpus-per-engine {engine_size}"
-        return None, _note(NO_EFFECT, group, why)
-    known = known_flags()
+        return None, Note(NO_EFFECT, _written(group, SERVER), why)
     if not known or flag in known:
         return group, None
     if SHORTENED.get(flag) in known:
         return (SHORTENED[flag], values), None
     if RENAMED.get(flag) in known:
-        return (RENAMED[flag], values), _note(READ_AS, group, SERVER + RENAMED[flag].removeprefix("--"))
+        return (RENAMED[flag], values), Note(READ_AS, _written(group, SERVER), spelled(SERVER, RENAMED[flag]))
     if flag.startswith((_REMOTE_LOADER, _DELTAS)):
-        return None, _note(SPEED, group, "every engine receives its weights from the trainer")
+        return None, Note(SPEED, _written(group, SERVER), "every engine receives its weights from the trainer")
     return group, None
-
-
-def _note(heading: str, group: Group, why: str) -> Note:
-    return Note(heading, _written(group, SERVER), why)
 
 
 def _written(group: Group, prefix: str) -> str:
     flag, values = group
-    return written(prefix + flag.removeprefix("--"), values)
+    return written(spelled(prefix, flag), values)
 
 
 def _words(groups: list[Group]) -> tuple[str, ...]:

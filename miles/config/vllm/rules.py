@@ -13,7 +13,7 @@ from typing import Any
 from miles.base.flags import Errors, changed
 from miles.config.host_share import is_on_cpu
 from miles.config.model import readable_config
-from miles.config.servers.passed_on import VLLM, value_of
+from miles.config.servers.passed_on import VLLM, spelled, value_of
 from miles.config.servers.rules import QUANTIZED_AT_START
 from miles.config.settings import Settings
 from miles.config.spelling import group_words
@@ -79,21 +79,18 @@ def check_servers(settings: Settings, errors: Errors) -> None:
 def _check_words(settings: Settings, errors: Errors) -> None:
     flags, size = settings.server_flags, settings.sglang.rollout_num_gpus_per_engine
     for name, values in group_words(flags.vllm):
-        written = f"{VLLM}{name[2:]}"
+        written = spelled(VLLM, name)
         if name in OWNED_BY_LAUNCHER:
             errors.add(f"{written}: {OWNED_BY_LAUNCHER[name]}; drop {written}")
         elif name in TENSOR_PARALLEL and values != (str(size),):
-            text = " ".join(values)
-            errors.add(
-                f"{written} {text}: contradicts --rollout-num-gpus-per-engine {size}; give {text} to that, drop this"
-            )
+            text, rule = " ".join(values), f"contradicts --rollout-num-gpus-per-engine {size}"
+            errors.add(f"{written} {text}: {rule}; give {text} to that, drop this")
         elif name == CHUNKED_PREFILL and is_on_cpu(settings):
             rule = "vLLM ends on CPU when a request with a seed is prefilled in parts"
             errors.add(f"{written}: {rule}; drop {written}")
         elif name in OTHER_PARALLEL and values != ("1",):
-            errors.add(
-                f"{written}: an engine here is tensor parallel; give --rollout-num-gpus-per-engine, and drop {written}"
-            )
+            what_to_do = f"give --rollout-num-gpus-per-engine, and drop {written}"
+            errors.add(f"{written}: an engine here is tensor parallel; {what_to_do}")
     if (quantization := value_of(flags.vllm, "--quantization")) is not None and not settings.rollout.debug_rollout_only:
         errors.refuse("vllm_quantization", quantization, f"vLLM {QUANTIZED_AT_START}", "drop it")
 
@@ -104,9 +101,8 @@ def _check_truncated(settings: Settings, errors: Errors) -> None:
     if not rollout.replays_support:
         if rollout.rollout_temperature != 1:
             rule = "at --no-support-replay, vLLM gives log-probs over the whole vocabulary at temperature 1 only"
-            errors.refuse(
-                "rollout_temperature", rollout.rollout_temperature, rule, "drop --no-support-replay, or give 1"
-            )
+            what_to_do = "drop --no-support-replay, or give 1"
+            errors.refuse("rollout_temperature", rollout.rollout_temperature, rule, what_to_do)
     elif not 0 < rollout.rollout_top_k <= MOST_SUPPORT_TOKENS:
         names = changed(rollout, ["rollout_top_p", "rollout_min_p"]) or ["rollout_top_k"]
         name = "rollout_top_k" if rollout.rollout_top_k > 0 else names[0]
@@ -134,11 +130,9 @@ def _check_model(settings: Settings, errors: Errors) -> None:
 def check_start(settings: Settings, errors: Errors) -> None:
     """Refuse a run that would fail at its start: vLLM is not installed, or its parser refuses a flag."""
     python, words = vllm_python(settings.vllm.vllm_python), settings.server_flags.vllm
-    if (missing := missing_vllm(python)) is not None:
-        errors.add(missing)
-    elif words:
-        for message in _complaints(python, tuple(words)):
-            errors.add(message)
+    missing = missing_vllm(python)
+    for message in [missing] if missing is not None else _complaints(python, words) if words else ():
+        errors.add(message)
 
 
 @cache
@@ -167,8 +161,8 @@ def _in_words(verdict: dict[str, Any], words: Sequence[str]) -> Iterable[str]:
             continue
         name = word.split("=")[0]
         near = nearest_flag(name, verdict["flags"])
-        what_to_do = f"did you mean {VLLM}{near[2:]}?" if near else f"drop {VLLM}{name[2:]}"
-        yield f"{VLLM}{name[2:]}: the installed vLLM has no such flag; {what_to_do}"
+        what_to_do = f"did you mean {spelled(VLLM, near)}?" if near else f"drop {spelled(VLLM, name)}"
+        yield f"{spelled(VLLM, name)}: the installed vLLM has no such flag; {what_to_do}"
     for complaint in verdict["complaints"]:
         names, _, text = complaint.removeprefix("argument ").partition(": ")
         flags = [word.split("=")[0] for word in words if word.split("=")[0] in names.split("/")]

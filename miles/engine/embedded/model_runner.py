@@ -57,7 +57,9 @@ _PLAIN_LANGUAGE_PARTS = ("LlamaModel", "Qwen2Model", "Qwen3Model", "Qwen2_5_VLTe
 def can_fuse(model: Any) -> bool:
     """Return whether the layers of ``model`` are of the kind that ``FusedLayers`` computes, and this CPU has oneDNN."""
     body, config = _language_part(model), model.config.get_text_config()
-    is_plain = type(model) in _PLAIN_LAYERS or (body is not model.base_model and _is_plain_part(body))
+    # By name: importing the types of language parts takes a text run longer.
+    is_plain_part = body is not model.base_model and type(body).__name__ in _PLAIN_LANGUAGE_PARTS
+    is_plain = type(model) in _PLAIN_LAYERS or is_plain_part
     if not is_plain or model.device.type != "cpu" or config.hidden_act != "silu":
         return False
     if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
@@ -71,10 +73,6 @@ def can_fuse(model: Any) -> bool:
 def _language_part(model: Any) -> Any:
     """Return the body of a model, without the tower of one that reads images."""
     return model.base_model.language_model if reads_images(model.config.to_dict()) else model.base_model
-
-
-def _is_plain_part(body: Any) -> bool:
-    return type(body).__name__ in _PLAIN_LANGUAGE_PARTS  # by name: importing the types takes a text run longer
 
 
 class FusedLayers:
@@ -230,9 +228,7 @@ class ModelRunner:
         if self._reads_images:
             from miles.models.images import vision_family
 
-            family = vision_family(config.model_type)
-            assert family is not None
-            family.prepare(self.model.base_model)
+            vision_family(config.model_type).prepare(self.model.base_model)
         states = LayerStates(config.get_text_config()) if self.is_recurrent or self._is_sparse else None
         self.cache = KVCache(states)
         self.vocab_size: int = self.model.get_input_embeddings().num_embeddings
@@ -418,7 +414,6 @@ class ModelRunner:
         from miles.models.images import joined, text_inputs, vision_family
 
         body, family = self.model.base_model, vision_family(self.model.config.model_type)
-        assert family is not None
         feature, axes = torch.full(ids.shape, -1), torch.arange(ids.shape[1]).repeat(3, len(ids), 1)
         first: dict[ImageTensors, int] = {}  # of each prompt's images: the first of their rows of features
         for number, (row, one) in enumerate(zip(ids.cpu().numpy(), images or [None] * len(ids), strict=True)):

@@ -36,7 +36,7 @@ class Sequence:
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     stop_ids: frozenset[int]
-    uniforms: np.ndarray  # one per token to come
+    seed: int
     weight_version: int
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -44,27 +44,12 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_text: StopText | None = None
     support: TokenSetsBuilder | None = None  # what each token was drawn from, if it is asked for
-    experts: list[np.ndarray] = field(default_factory=list)  # of the positions that were read, if they are asked for
     images: PromptImages | None = None
+    experts: list[np.ndarray] = field(default_factory=list)  # of the positions that were read, if they are asked for
 
-    @classmethod
-    def start(
-        cls,
-        prompt_ids: tuple[int, ...],
-        sampling: SamplingParams,
-        stop_ids: frozenset[int],
-        seed: int,
-        version: int,
-        stop_text: StopText | None = None,
-        vocab_size: int = 0,
-        images: PromptImages | None = None,
-    ) -> Sequence:
-        """Return a sequence without tokens, with its random numbers drawn."""
-        uniforms = seeded_uniforms(seed, sampling.max_new_tokens)
-        support = TokenSetsBuilder(vocab_size) if sampling.returns_support else None
-        return cls(
-            prompt_ids, sampling, stop_ids, uniforms, version, stop_text=stop_text, support=support, images=images
-        )
+    def __post_init__(self) -> None:
+        """Draw the random numbers: one per token to come."""
+        self.uniforms = seeded_uniforms(self.seed, self.sampling.max_new_tokens)
 
     @property
     def prompt(self) -> ReadPrompt:

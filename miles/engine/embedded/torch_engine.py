@@ -7,8 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cache, partial
 
 import torch
 
@@ -21,6 +20,7 @@ from miles.engine.embedded.model_runner import ModelRunner
 from miles.engine.embedded.running_batch import RunningBatch, Sequence
 from miles.engine.embedded.sampling import StopText
 from miles.models.packing import is_compared_by_test, model_type
+from miles.types.replay import TokenSetsBuilder
 from miles.types.weights import WeightChunk
 
 
@@ -104,16 +104,17 @@ class TorchEngine:
             stop_text = StopText(request.sampling.stop_texts, self._decode)
         if request.sampling.returns_experts:
             await self._on_thread(self._runner.prepare_experts)
+        vocab_size = self._runner.vocab_size
         sequences = [
-            Sequence.start(
+            Sequence(
                 request.prompt_ids,
                 request.sampling,
                 stop_ids,
                 seed,
                 self._version,
-                stop_text,
-                self._runner.vocab_size,
-                request.images,
+                stop_text=stop_text,
+                support=TokenSetsBuilder(vocab_size) if request.sampling.returns_support else None,
+                images=request.images,
             )
             for seed in request.seeds
         ]
@@ -226,16 +227,7 @@ class TorchEngine:
             raise RuntimeError("the last weight update failed halfway: send a complete one before generating")
 
     def _check(self, request: GenerationRequest) -> None:
-        request.sampling.check()
-        if not request.prompt_ids:
-            raise ValueError("an empty prompt cannot be continued: give each prompt at least one token")
-        vocab = self._runner.vocab_size
-        outside = [i for i in request.prompt_ids if not 0 <= i < vocab]
-        if outside:
-            raise ValueError(
-                f"prompt token id {outside[0]} is outside the model's vocabulary of {vocab}: "
-                "use the tokenizer of --hf-checkpoint"
-            )
+        request.check(self._runner.vocab_size)
         length, new = len(request.prompt_ids), request.sampling.max_new_tokens
         if length + new > self._runner.max_length:
             raise ValueError(
@@ -255,24 +247,18 @@ async def start(settings: Settings, host: EngineHost) -> TorchEngine:
     """Build the engine of a run, on the device of the rollout process."""
     assert settings.model.hf_checkpoint is not None
     dtype = torch.bfloat16 if settings.training.bf16 else torch.float32
-    decode = _Decoder(settings.model.hf_checkpoint)
+    decode = partial(_decoded, settings.model.hf_checkpoint)
     longest_batch = settings.rollout.torch_engine_max_batch_size
     fp32_head = settings.training.fp32_lm_head
     return TorchEngine(settings.model.hf_checkpoint, dtype, host.device, longest_batch, decode, fp32_head)
 
 
-class _Decoder:
+def _decoded(model_path: str, token_ids: list[int]) -> str:
     """Return the text of tokens, with special tokens. Loads the model's tokenizer for the first call."""
+    return str(_tokenizer(model_path).decode(token_ids, skip_special_tokens=False))
 
-    def __init__(self, model_path: str) -> None:
-        self._model_path = model_path
 
-    @cached_property
-    def _tokenizer(self) -> Any:
-        return load_tokenizer(self._model_path)
-
-    def __call__(self, token_ids: list[int]) -> str:
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+_tokenizer = cache(load_tokenizer)
 
 
 # Compare a model in the engine with transformers' own forward pass, before it generates.

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
+from urllib.parse import urlsplit
 
 import aiohttp
 
 from miles.base.profiling import span
 from miles.base.secrets import public
-from miles.engine.base import Generation, SamplingParams
+from miles.engine.base import Generation, GenerationRequest, SamplingParams, Server
 from miles.engine.servers.keys import bearer
+from miles.engine.weight_sync.deltas import CopySource
+from miles.engine.weight_sync.transport import WeightReceiver
 from miles.types.replay import TokenSets
-
-if TYPE_CHECKING:
-    from miles.types.images import PromptImages
 
 # Read and write the JSON of requests and answers, by orjson if it is installed (SGLang needs it), else by ``json``.
 #
@@ -53,7 +54,9 @@ T = TypeVar("T", int, float)
 CONNECT_SECONDS = 60.0  # many requests sent at once connect one after the other
 KEEP_ALIVE_SECONDS = 3.0  # less than SGLang's own 5: a connection that it is about to close is not used again
 CONTROL_SECONDS = 600.0  # of calls that go through all weights of a large model, whose size the caller does not know
+LISTENING_SECONDS = 2.0  # between two looks at whether the server of a control call still listens
 SLOWEST_TRANSFER = 20e6  # bytes per second, from memory, a disk or a network; a transfer that takes longer hangs
+_PROBE = GenerationRequest((0,), (0,), SamplingParams(max_new_tokens=1, temperature=0.0))
 
 
 class EngineUnavailable(Exception):
@@ -73,6 +76,7 @@ class ServerClient(ABC):
     requests in flight. In httpx it does, because its pool looks at every connection for every request.
     """
 
+    generate_path: ClassVar[str]
     wrong_key: ClassVar[str]  # what to do if the server refuses the key
 
     def __init__(
@@ -95,26 +99,39 @@ class ServerClient(ABC):
         self._connections = connections + 8
         self._http: aiohttp.ClientSession | None = None  # created by the first request: it belongs to an event loop
 
-    @abstractmethod
     async def generate(
         self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingParams,
+        request: GenerationRequest,
         seed: int,
         vocab: int,
         cache_key: str | None = None,
         experts_shape: tuple[int, int] | None = None,
-        images: PromptImages | None = None,
+        seconds: float | None = None,
     ) -> Generation:
-        """Generate one response. Only requests of the same ``cache_key`` share prefixes.
+        """Generate the response of one seed. Only requests of the same ``cache_key`` share prefixes.
 
-        ``experts_shape`` is the shape of a token's experts, layers and k, if they are asked for. ``images`` are those
-        of the placeholders in ``prompt_ids``, as ``models.images.encoded`` returns them.
+        ``experts_shape`` is the shape of a token's experts, layers and k, if they are asked for. The images of
+        ``request`` are as ``models.images.encoded`` returns them; the server repeats the placeholder of each.
         """
+        body = self._body(request, seed, vocab, cache_key)
+        answer = await self._send("POST", self.generate_path, body, seconds, self._key)
+        with span("check an answer"):
+            return self._read(answer, request, vocab, experts_shape)
 
     @abstractmethod
+    def _body(self, request: GenerationRequest, seed: int, vocab: int, cache_key: str | None) -> dict[str, Any]:
+        """Return a request for generation in the server's words."""
+
+    @abstractmethod
+    def _read(
+        self, answer: dict[str, Any], request: GenerationRequest, vocab: int, experts_shape: tuple[int, int] | None
+    ) -> Generation:
+        """Read and check the answer to ``request``."""
+
     async def probe(self, version: int | None, vocab: int) -> None:
         """Generate one token, and check that the weights ``version`` generated it (None: any weights)."""
+        generation = await self.generate(_PROBE, 0, vocab, seconds=self._seconds)
+        self._check_version(generation.weight_version, version)
 
     def _check_version(self, actual: int, version: int | None) -> None:
         """Raise ``EngineUnavailable`` if the server has other weights than ``version`` (None: any weights)."""
@@ -145,9 +162,28 @@ class ServerClient(ABC):
     async def take_memory(self, for_weights: bool) -> None:
         """Take released memory back: first the memory of the weights, then the rest."""
 
-    @abstractmethod
     async def control(self, path: str, body: dict[str, Any], seconds: float = CONTROL_SECONDS) -> dict[str, Any]:
         """Make a control call. Raises ``RequestRefused`` if it failed."""
+        sent = self._send("POST", path, body, seconds, self._admin_key)
+        answer = await self._while_listening(path, sent)
+        if answer.get("success", True) is not True or "error" in answer:
+            raise RequestRefused(f"{self.url_text}{path}: {answer.get('message', answer)}")
+        return answer
+
+    async def _while_listening(self, path: str, answer: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+        """Await the answer to a control call. It fails when the server no longer listens.
+
+        vLLM never answers a call that waits for an engine whose process has ended: it stops listening, and then waits
+        for its connections to close.
+        """
+        call = asyncio.ensure_future(answer)
+        try:
+            while not (await asyncio.wait([call], timeout=LISTENING_SECONDS))[0]:
+                if await refuses_connections(self.url, self._seconds) and not call.done():
+                    raise EngineUnavailable(f"{self.url_text}{path}: no answer, and the server no longer listens")
+            return call.result()
+        finally:
+            call.cancel()
 
     @contextmanager
     def _reading_log_probs(self, answer: object) -> Iterator[None]:
@@ -162,9 +198,6 @@ class ServerClient(ABC):
     async def transfer(self, path: str, body: dict[str, Any], nbytes: int) -> None:
         """Make a control call during which the server goes through ``nbytes`` bytes of weights."""
         await self.control(path, body, self._seconds + nbytes / SLOWEST_TRANSFER)
-
-    async def _post(self, path: str, body: dict[str, Any], seconds: float | None) -> dict[str, Any]:
-        return await self._send("POST", path, body, seconds, self._key)
 
     async def _send(
         self, method: str, path: str, body: dict[str, Any] | None, seconds: float | None, key: str | None
@@ -212,6 +245,40 @@ class ServerClient(ABC):
             await self._http.close()
 
 
+async def refuses_connections(url: str, seconds: float) -> bool:
+    """Return whether nothing listens at ``url``: the connections of the process that did have ended, or will."""
+    parts = urlsplit(url)
+    try:
+        async with asyncio.timeout(seconds):
+            _, connection = await asyncio.open_connection(parts.hostname, parts.port or parts.scheme)
+    except ConnectionRefusedError:
+        return True
+    except (OSError, TimeoutError):
+        return False
+    connection.close()
+    return False
+
+
+class ServerReceiver(WeightReceiver):
+    """Receive weights as one server: what every engine's receiver does alike.
+
+    Every call checks the server's reply. An update that fails halfway leaves weights that nobody should use.
+    """
+
+    def __init__(self, client: ServerClient, num_ranks: int, flush: bool, process: Server) -> None:
+        """With ``flush``, an update drops what the old weights have computed; else requests need another cache key."""
+        self.url = client.url
+        self.num_ranks = num_ranks
+        self._client = client
+        self._flush = flush
+        self._process = process
+        self._received = 0  # bytes of this update
+
+    async def load_copy(self, source: CopySource, version: int) -> None:
+        """Read all weights from the copy of the server's host; see ``WeightReceiver``."""
+        await self.load_folder(await self._process.update_copy(source), version)
+
+
 def _text(content: bytes, length: int) -> str:
     return content.decode(errors="replace")[:length]
 
@@ -243,12 +310,14 @@ def checked_generation(generation: Generation, vocab: int, answer: object) -> Ge
     return generation
 
 
-def check_prompt_tokens(counts: Mapping[str, Any], rendered: int, images: PromptImages) -> None:
+def check_prompt_tokens(counts: Mapping[str, Any], request: GenerationRequest) -> None:
     """Raise ``RequestRefused`` unless a server has made as many tokens of a prompt with images as were rendered."""
-    if (read := counts.get("prompt_tokens")) != rendered:
+    rendered, read = len(request.prompt_ids), counts.get("prompt_tokens")
+    if request.images is not None and read != rendered:
         raise RequestRefused(
-            f"{images.where}: the server reads the prompt with its images as {read} tokens, and it was rendered with "
-            f"{rendered}; give both the same transformers, and the server no settings for images of its own"
+            f"{request.images.where}: the server reads the prompt with its images as {read} tokens, and it was "
+            f"rendered with {rendered}; give both the same transformers, and the server no settings for images of its "
+            "own"
         )
 
 

@@ -20,18 +20,18 @@ from typing import ClassVar, TypeVar
 
 from miles.config.servers.flags import SglangArguments
 from miles.config.settings import Settings
-from miles.engine.base import EngineHost, Generation, GenerationRequest, RemoteSenders, Server
-from miles.engine.servers.client import ServerClient
+from miles.engine.base import EngineHost, Generation, GenerationRequest, RemoteSenders, Server, ServerPart
+from miles.engine.servers.client import ServerClient, ServerReceiver
 from miles.engine.servers.health import Health
 from miles.engine.servers.keys import NO_KEYS, Keys
-from miles.engine.servers.processes import allow_open_files
+from miles.engine.servers.launch import START_SECONDS, ServerOnHost, ServerProgram
+from miles.engine.servers.processes import LogFile, allow_open_files
 from miles.engine.servers.requests import Requests, ServersSenderConfig
-from miles.engine.servers.server_log import LogFile
 from miles.engine.servers.states import Servers
 from miles.engine.servers.weight_updates import WeightUpdates
 from miles.engine.sglang.router import Router
+from miles.engine.weight_sync.deltas import CopySource, WeightFolder
 from miles.engine.weight_sync.sender import WeightSender
-from miles.engine.weight_sync.transport import WeightReceiver
 from miles.models.reading import end_token_ids, read_config
 from miles.types.weights import WeightChunk
 
@@ -46,7 +46,7 @@ class ServersEngine:
     """
 
     client: ClassVar[type[ServerClient]]
-    receiver: ClassVar[type[WeightReceiver]]
+    receiver: ClassVar[type[ServerReceiver]]
 
     def __init__(
         self,
@@ -76,21 +76,8 @@ class ServersEngine:
             senders: How many processes send requests. This one, too, has only a share of them.
         """
         requests = sglang.sglang_server_concurrency * len(processes)
-        self._concurrency = -(-requests // senders)
-        self._concurrency_flag = f"--sglang-server-concurrency {sglang.sglang_server_concurrency}"
-        connect = partial(self.client, connections=self._concurrency, seconds=sglang.rollout_health_check_timeout)
-        self.router = router
-        to_server = partial(connect, key=keys.server, admin_key=keys.admin)
-        self.servers = Servers(processes, to_server, restarts=sglang.use_fault_tolerance)
-        self._weights = WeightUpdates(self.servers, sglang, sender, self.receiver)
-        put_into_use = self._weights.put_into_use
-        self._health = Health(self.servers, sglang, vocab_size, router, put_into_use, unresponsive_seconds)
-        router_client = connect(router.url, key=keys.router) if router is not None else None
-        most, keeps, check = self._concurrency, sglang.keeps_cache, self.check_servers
-        self._requests = Requests(self.servers, most, vocab_size, eos_ids, keeps, router_client, check, experts_shape)
-        self._pause_mode = sglang.pause_generation_mode
-        self._senders: RemoteSenders | None = None
-        self._sender_config = ServersSenderConfig(
+        own = self._concurrency = -(-requests // senders)
+        config = self._sender_config = ServersSenderConfig(
             client=self.client,
             requests=requests,
             vocab_size=vocab_size,
@@ -101,12 +88,22 @@ class ServersEngine:
             keys=keys,
             experts_shape=experts_shape,
             seconds=sglang.rollout_health_check_timeout,
-            why=self._concurrency_flag,
+            why=f"--sglang-server-concurrency {sglang.sglang_server_concurrency}",
         )
+        self.router = router
+        self.servers = Servers(
+            processes, lambda url: config.connect(url, own, keys.server, keys.admin), restarts=config.restarts
+        )
+        self._weights = WeightUpdates(self.servers, sglang, sender, self.receiver)
+        put_into_use = self._weights.put_into_use
+        self._health = Health(self.servers, sglang, vocab_size, router, put_into_use, unresponsive_seconds)
+        self._requests = Requests(self.servers, config, own, self.check_servers)
+        self._pause_mode = sglang.pause_generation_mode
+        self._senders: RemoteSenders | None = None
 
     async def start(self) -> None:
         """Start the servers. Raises what ``Server.start`` raises, and ``ValueError`` for too many sockets."""
-        allow_open_files(self._concurrency, self._concurrency_flag)
+        allow_open_files(self._concurrency, self._sender_config.why)
         await self._health.start(end_requests=self._end_requests)
 
     def sender_config(self) -> ServersSenderConfig:
@@ -216,7 +213,8 @@ async def start_servers(
     settings: Settings,
     host: EngineHost,
     keys: Keys,
-    processes: Callable[[Callable[[str], LogFile]], Sequence[Server]],
+    program_of: Callable[[int, int], ServerProgram],
+    external: Sequence[Server] = (),
     router: Callable[[LogFile, int], Router] | None = None,
 ) -> EngineType:
     """Start an engine of servers.
@@ -224,9 +222,10 @@ async def start_servers(
     Args:
         engine_type: What talks to them.
         settings: The settings of the run.
-        host: Gives the device that sends weights.
+        host: Starts the servers, and gives the device that sends weights.
         keys: The keys that servers and router want.
-        processes: Starts the servers, given a function that makes the log file of a name.
+        program_of: Returns what a server of a number runs on one of its nodes.
+        external: Servers that somebody else starts.
         router: Starts the router of two or more servers, given its log file and the requests at once.
     """
     model = settings.model.hf_checkpoint
@@ -237,7 +236,15 @@ async def start_servers(
     def log(name: str) -> LogFile:
         return LogFile(output_dir / LOGS / name, settings.sglang.engine_log_max_mb)
 
-    servers = processes(log)
+    servers: list[Server] = []
+    for number in range(settings.num_engines):
+        parts = list[ServerPart]()
+        for node in range(settings.nodes_per_engine):
+            name = f"engine_{number}_node_{node}.log" if node else f"engine_{number}.log"
+            build = partial(ServerOnHost, program_of(number, node), log(name))
+            parts.append(host.place_server(number, build, START_SECONDS, node))
+        servers.append(SpanningServer(parts) if len(parts) > 1 else parts[0])
+    servers += external
     requests = settings.sglang.sglang_server_concurrency * len(servers)
     engine = engine_type(
         servers,
@@ -257,3 +264,50 @@ async def start_servers(
         await engine.close()
         raise
     return engine
+
+
+# One server whose devices are on several nodes: a process on each, which meet at an address of the first one.
+
+
+class SpanningServer:
+    """Start and stop the processes of a server together; ``miles.engine.base.Server``.
+
+    The process of the first node answers all requests and passes on to the others what concerns them: generation, new
+    weights, pauses, memory. If one of them ends, the first no longer generates, which the health checks find out.
+    """
+
+    def __init__(self, parts: Sequence[ServerPart]) -> None:
+        """Combine the processes of the nodes, the one that answers first."""
+        self._parts = list(parts)
+        self.name = f"{parts[0].name} ({len(parts)} nodes)"
+
+    async def start(self) -> str:
+        """Start all processes, wait until they serve, and return the URL of the first.
+
+        Raises:
+            ServerFailed: One of them does not start. The others are stopped: they would wait for it.
+        """
+        meeting = await self._parts[0].meeting_address()
+        starts = [asyncio.ensure_future(part.start(meeting)) for part in self._parts]
+        try:
+            urls: list[str] = await asyncio.gather(*starts)
+        except BaseException:
+            await self.stop()
+            for start in starts:
+                start.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
+            raise
+        return urls[0]
+
+    async def ending(self) -> str:
+        """Return what has ended the first of the processes that have ended."""
+        return next(filter(None, await asyncio.gather(*(part.ending() for part in self._parts))), "")
+
+    async def stop(self) -> None:
+        """End all processes."""
+        await asyncio.gather(*(part.stop() for part in self._parts))
+
+    async def update_copy(self, source: CopySource) -> WeightFolder:
+        """Bring the copy of the weights on every node up to date, and return it: it is the same on all."""
+        folders = await asyncio.gather(*(part.update_copy(source) for part in self._parts))
+        return folders[0]

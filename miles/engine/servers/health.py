@@ -8,14 +8,13 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any
-from urllib.parse import urlsplit
 
 from miles.base.disk_faults import WriteFailed
 from miles.base.text import one_line
-from miles.base.threads import gather_or_cancel
+from miles.base.threads import cancel_all, gather_or_cancel
 from miles.config.servers.flags import SglangArguments
 from miles.engine.base import EngineFailed
-from miles.engine.servers.client import EngineUnavailable, RequestRefused
+from miles.engine.servers.client import EngineUnavailable, RequestRefused, ServerClient, refuses_connections
 from miles.engine.servers.requests import see_log
 from miles.engine.servers.states import ManagedServer, Servers, ServerState
 from miles.engine.sglang.router import Router
@@ -85,10 +84,7 @@ class Health:
 
     async def close(self) -> None:
         """Stop watching, and stop the servers and the router."""
-        tasks = [*self._tasks, *([self._router_repair] if self._router_repair is not None else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all([*self._tasks, *([self._router_repair] if self._router_repair is not None else [])])
         for server in self._servers.all:
             server.enter(ServerState.CLOSED)
         await asyncio.gather(*(server.process.stop() for server in self._servers.all))
@@ -100,8 +96,9 @@ class Health:
 
     async def any_healthy(self) -> bool:
         """Return whether a server answers and has the weights that it should have."""
-        checks = (self._ask(server) for server in self._servers.in_use)
-        results = await asyncio.gather(*checks, return_exceptions=True)
+        with self._servers.checking():
+            checks = (server.client.check_health(self._servers.version) for server in self._servers.in_use)
+            results = await asyncio.gather(*checks, return_exceptions=True)
         return any(not isinstance(result, Exception) for result in results)
 
     async def _watch(self) -> None:
@@ -165,7 +162,11 @@ class Health:
         return checks
 
     async def _check(self, server: ManagedServer) -> bool:
-        """Ask for the server's own health check, which a busy server passes.
+        """Ask for the server's own health check, which a busy server passes; ``_ask``."""
+        return await self._ask(server, lambda client: client.check_health(self._servers.version))
+
+    async def _ask(self, server: ManagedServer, ask: Callable[[ServerClient], Awaitable[None]]) -> bool:
+        """Ask a server that serves.
 
         Returns:
             True if it passed; False if it could not be checked, because it does not serve or stopped serving meanwhile.
@@ -177,7 +178,8 @@ class Health:
             return False
         changes = server.changes
         try:
-            await self._ask(server)
+            with self._servers.checking():
+                await ask(server.client)
             return True
         except EngineUnavailable:
             if server.changes == changes:
@@ -192,24 +194,14 @@ class Health:
             await self._check_process(server)
             raise
 
-    async def _ask(self, server: ManagedServer) -> None:
-        with self._servers.checking():
-            await server.client.check_health(self._servers.version)
-
     async def _probe(self, server: ManagedServer) -> None:
         """Generate one token, and check that the answer is sound. A server that is only busy passes.
 
         This finds a fault that the server's own health check does not: answers that are no generations.
         """
-        if server.state is not ServerState.SERVING:
-            return
-        changes = server.changes
         try:
-            with self._servers.checking():
-                await server.client.probe(self._servers.version, self._vocab_size)
+            await self._ask(server, lambda client: client.probe(self._servers.version, self._vocab_size))
         except EngineUnavailable as failure:
-            if server.changes != changes:
-                return
             if not isinstance(failure.__cause__, TimeoutError):
                 raise
             await self._check(server)  # a busy server answers this one out of turn
@@ -280,20 +272,6 @@ class Health:
         for server in self._servers.in_use:
             if failure := failures.get(server.client.url):
                 server.fail(failure)
-
-
-async def refuses_connections(url: str, seconds: float) -> bool:
-    """Return whether nothing listens at ``url``: the connections of the process that did have ended."""
-    parts = urlsplit(url)
-    try:
-        async with asyncio.timeout(seconds):
-            _, connection = await asyncio.open_connection(parts.hostname, parts.port)
-    except ConnectionRefusedError:
-        return True
-    except (OSError, TimeoutError):
-        return False
-    connection.close()
-    return False
 
 
 class UnresponsiveServerMonitor:

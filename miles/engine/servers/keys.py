@@ -9,8 +9,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass, field
 
-from miles.config.servers.passed_on import ServerFlags, value_of
-from miles.config.sglang.flags import ADMIN_KEY, SERVER_KEY
+from miles.config.servers.passed_on import ADMIN_KEY, SERVER_KEY, ServerFlags, value_of
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from miles.base.threads import gather_or_cancel, in_thread
@@ -28,24 +28,44 @@ class UsedServer(Protocol):
     @property
     def client(self) -> ServerClient:
         """The client of the process that runs now."""
-        ...
 
 
-class UsedServers(Protocol):
-    """The servers, as those see them who send requests: the engine itself, or another process."""
+class UsedServers(ABC):
+    """The servers, as those see them who send requests: the engine itself, or another process.
 
-    restarts: bool
-    version: int | None
-    oldest: int | None
+    Attributes:
+        restarts: Whether failed servers are started again (``--use-fault-tolerance``).
+        version: The version of the weights that every server in use should have; None before the first update, when
+            external servers may hold any weights.
+        oldest: The version before it while an update is in progress: answers may have tokens of both.
+    """
+
+    def __init__(self, restarts: bool) -> None:
+        self.restarts = restarts
+        self.version: int | None = None
+        self.oldest: int | None = None
+        self._end: Exception | None = None
+        self._changed = asyncio.Event()  # replaced at each change, so that it wakes those who wait now
 
     @property
+    @abstractmethod
     def in_use(self) -> Sequence[UsedServer]:
         """The servers that are used now."""
-        ...
+
+    def _gone(self) -> Exception | None:
+        """Return why no server can come back, if that is so."""
+        return self._end
 
     async def until_one_in_use(self) -> None:
-        """Wait while all servers are being restarted. Raises ``RuntimeError`` if none can come back."""
-        ...
+        """Wait while all servers are being restarted. Raises the reason if none can come back."""
+        while not self.in_use:
+            if gone := self._gone():
+                raise gone
+            await self._changed.wait()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
 class Requests:
@@ -59,34 +79,23 @@ class Requests:
     def __init__(
         self,
         servers: UsedServers,
+        config: ServersSenderConfig,
         most: int,
-        vocab_size: int,
-        eos_ids: Collection[int],
-        keeps_cache: bool,
-        router: ServerClient | None,
         after_failure: Callable[[], Awaitable[None]],
-        experts_shape: tuple[int, int] | None = None,
     ) -> None:
-        """Send requests through ``router``, or to the server that has the fewest of them.
+        """Send requests through the router, or to the server that has the fewest of them.
 
         Args:
             servers: The servers of the engine.
+            config: What is the same in all processes that send requests.
             most: Requests at once; further ones wait here.
-            vocab_size: The size of the model's vocabulary.
-            eos_ids: The model's own stop tokens.
-            keeps_cache: Whether the cache of the old weights outlasts an update of the weights.
-            router: The client of the router; None without one.
             after_failure: Called after each failed try: finds the servers that do not work, has them restarted, and
                 waits for an update of the weights in progress, which finds failed servers itself.
-            experts_shape: Layers and k of a model with experts.
         """
         self._servers = servers
-        self._vocab_size = vocab_size
-        self._eos_ids = tuple(sorted(eos_ids))
-        self._keeps_cache = keeps_cache
-        self._router = router
+        self._config = config
+        self._router = None if config.router is None else config.connect(config.router, most, config.keys.router)
         self._after_failure = after_failure
-        self._experts_shape = experts_shape
         self._slots = asyncio.Semaphore(most)
         self._sent: set[asyncio.Task[Generation]] = set()  # in flight
         self._aborts = 0
@@ -94,8 +103,7 @@ class Requests:
 
     async def generate(self, request: GenerationRequest) -> list[Generation]:
         """Return one ``Generation`` per seed, in order; ``ServersEngine.generate`` states more."""
-        request.sampling.check()
-        self._check_prompt(request.prompt_ids)
+        request.check(self._config.vocab_size)
         aborts = self._aborts
         if request.images is not None:
             from miles.models.images import encoded, has_other_media  # a run with text reads none of it
@@ -106,16 +114,6 @@ class Requests:
                 return [Generation([], [], "length", self._version) for _ in request.seeds]
             request = replace(request, images=await in_thread(encoded, images))
         return await gather_or_cancel(self._generate_one(request, seed, aborts) for seed in request.seeds)
-
-    def _check_prompt(self, prompt_ids: Sequence[int]) -> None:
-        if not prompt_ids:
-            raise ValueError("an empty prompt cannot be continued: give each prompt at least one token")
-        outside = [token for token in prompt_ids if not 0 <= token < self._vocab_size]
-        if outside:
-            raise ValueError(
-                f"prompt token id {outside[0]} is outside the model's vocabulary of {self._vocab_size}: "
-                "use the tokenizer of --hf-checkpoint"
-            )
 
     async def _generate_one(self, request: GenerationRequest, seed: int, aborts: int) -> Generation:
         async with self._slots:
@@ -158,7 +156,7 @@ class Requests:
         server that has the fewest of them.
         """
         # Unless the cache is flushed with each update, the results of the old weights must not be found again.
-        key = str(self._version) if self._keeps_cache else None
+        key = str(self._version) if self._config.keeps_cache else None
         sampling = request.sampling
         unknown = sampling.returns_support or sampling.returns_experts or sampling.stop_texts or request.images
         if self._router is not None and not unknown:
@@ -167,10 +165,9 @@ class Requests:
             server = min(self._servers.in_use, key=lambda server: len(server.requests))
             client, name, tracked_by = server.client, server.name, [self._sent, server.requests]
         # Of the model's own stop tokens, a server knows only the ones in its configuration.
-        sampling = replace(sampling, stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *self._eos_ids))))
-        work = client.generate(
-            request.prompt_ids, sampling, seed, self._vocab_size, key, self._experts_shape, request.images
-        )
+        stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *sorted(self._config.eos_ids))))
+        request = replace(request, sampling=replace(sampling, stop_token_ids=stops))
+        work = client.generate(request, seed, self._config.vocab_size, key, self._config.experts_shape)
         task = asyncio.create_task(work)
         for tasks in tracked_by:
             tasks.add(task)
@@ -188,7 +185,7 @@ class Requests:
         """Correct the finish reason: servers say abort also if the last token would have ended the response anyway."""
         if generation.finish_reason != "abort" or not generation.token_ids:
             return generation
-        if generation.token_ids[-1] in self._eos_ids or generation.token_ids[-1] in sampling.stop_token_ids:
+        if generation.token_ids[-1] in self._config.eos_ids or generation.token_ids[-1] in sampling.stop_token_ids:
             return replace(generation, finish_reason="stop")
         if len(generation.token_ids) == sampling.max_new_tokens:
             return replace(generation, finish_reason="length")
@@ -260,27 +257,23 @@ class SeenServers:
     end: Exception | None
 
 
+@dataclass(eq=False)
 class SharedServer:
     """A server in use, with a client of this process; ``requests.UsedServer``."""
 
-    def __init__(self, name: str, client: ServerClient) -> None:
-        self.name = name
-        self.client = client
-        self.requests: set[asyncio.Task[Any]] = set()
+    name: str
+    client: ServerClient
+    requests: set[asyncio.Task[Any]] = field(default_factory=set)
 
 
-class SharedServers:
-    """The servers by the newest ``SeenServers``; ``requests.UsedServers``."""
+class SharedServers(UsedServers):
+    """The servers by the newest ``SeenServers``."""
 
     def __init__(self, restarts: bool, connect: Callable[[str], ServerClient]) -> None:
-        """Know no server yet. ``connect`` makes the client for a URL; ``restarts`` is as in ``Servers``."""
-        self.restarts = restarts
-        self.version: int | None = None
-        self.oldest: int | None = None
+        """Know no server yet. ``connect`` makes the client for a URL."""
+        super().__init__(restarts)
         self._connect = connect
         self._by_seen: dict[SeenServer, SharedServer] = {}
-        self._end: Exception | None = None
-        self._changed = asyncio.Event()  # replaced at each change, so that it wakes those who wait now
         self._closing: set[asyncio.Task[None]] = set()
 
     @property
@@ -301,53 +294,30 @@ class SharedServers:
         for entry in seen.in_use:
             if entry not in self._by_seen:
                 self._by_seen[entry] = SharedServer(entry.name, self._connect(entry.url))
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def until_one_in_use(self) -> None:
-        """Wait until a server is used. Raises the engine's error if no server can come back."""
-        while not self._by_seen:
-            if self._end is not None:
-                raise self._end
-            await self._changed.wait()
+        self._wake()
 
     async def close(self) -> None:
         """Close the connections."""
         await asyncio.gather(*self._closing, *(server.client.close() for server in self.in_use))
 
 
-class ServersSender:
+class ServersSender(Requests):
     """Send requests as the engine does; ``miles.engine.base.RequestSender``."""
 
-    def __init__(self, servers: SharedServers, requests: Requests) -> None:
-        self._servers = servers
-        self._requests = requests
-        self._end: Exception | None = None
-
-    async def generate(self, request: GenerationRequest) -> list[Generation]:
-        """Return one ``Generation`` per seed, in order; raises what ``ServersEngine.generate`` raises."""
-        return await self._requests.generate(request)
+    def __init__(self, config: ServersSenderConfig, most: int, check_servers: Callable[[], Awaitable[None]]) -> None:
+        self._shared = SharedServers(config.restarts, lambda url: config.connect(url, most, config.keys.server))
+        super().__init__(self._shared, config, most, check_servers)
 
     def show(self, state: SeenServers) -> None:
         """Know the servers as the engine shows them."""
-        self._servers.show(state)
+        self._shared.show(state)
         if state.end is not None and self._end is None:
-            self._end = state.end
-            self._requests.end_all(state.end)
-
-    async def abort_all(self) -> None:
-        """Send nothing of what was asked for before, and return when what was sent has ended."""
-        await self._requests.abort_all()
-
-    @property
-    def in_flight(self) -> int:
-        """How many requests have been sent and not answered."""
-        return self._requests.in_flight
+            self.end_all(state.end)
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._requests.close()
-        await self._servers.close()
+        await super().close()
+        await self._shared.close()
 
 
 @dataclass(frozen=True)
@@ -380,6 +350,10 @@ class ServersSenderConfig:
     seconds: float
     why: str
 
+    def connect(self, url: str, connections: int, key: str | None, admin_key: str | None = None) -> ServerClient:
+        """Return a client of the server or router at ``url``, for so many requests at once."""
+        return self.client(url, connections, self.seconds, key, admin_key)
+
     def open(self, requests: int, check_servers: Callable[[], Awaitable[None]]) -> ServersSender:
         """Return what sends up to ``requests`` at once, over as many connections, and keeps these.
 
@@ -387,17 +361,4 @@ class ServersSenderConfig:
             ValueError: The system allows too few open files.
         """
         allow_open_files(requests, self.why)
-        connect = partial(self.client, connections=requests, seconds=self.seconds)
-        servers = SharedServers(self.restarts, partial(connect, key=self.keys.server))
-        router = None if self.router is None else connect(self.router, key=self.keys.router)
-        asked = Requests(
-            servers,
-            requests,
-            self.vocab_size,
-            self.eos_ids,
-            self.keeps_cache,
-            router,
-            check_servers,
-            self.experts_shape,
-        )
-        return ServersSender(servers, asked)
+        return ServersSender(self, requests, check_servers)

@@ -16,7 +16,7 @@ from typing import Any
 from miles.base.disk_faults import WriteFailed
 from miles.engine.base import EngineFailed, Server
 from miles.engine.servers.client import ServerClient
-from miles.engine.servers.requests import SeenServer, SeenServers, see_log
+from miles.engine.servers.requests import SeenServer, SeenServers, UsedServers, see_log
 
 log = logging.getLogger(__name__)
 
@@ -130,15 +130,11 @@ class ManagedServer:
 Failures = list[tuple[ManagedServer, Exception]]
 
 
-class Servers:
+class Servers(UsedServers):
     """All servers of an engine, and what every one of them should hold.
 
     Attributes:
         all: The servers, in whatever state.
-        restarts: Whether failed servers are started again (``--use-fault-tolerance``).
-        version: The version of the weights that every server in use should have; None before the first update, when
-            external servers may hold any weights.
-        oldest: The version before it while an update is in progress: answers may have tokens of both.
         paused: Whether the engine is paused (``pause``, ``resume``). Updates leave the servers so.
         memory_released: Whether the servers have released their memory, until the next update.
         updating: Held while weights or memory change, and while a starting server joins. A server that joins during an
@@ -147,18 +143,14 @@ class Servers:
 
     def __init__(self, processes: Sequence[Server], connect: Callable[[str], ServerClient], restarts: bool) -> None:
         """Manage ``processes``; ``connect`` makes the client for a URL."""
+        super().__init__(restarts)
         self.all = [ManagedServer(process, self._wake) for process in processes]
         self.connect = connect
-        self.restarts = restarts
-        self.version: int | None = None
-        self.oldest: int | None = None
         self.paused = False
         self.memory_released = False
         self.updating = asyncio.Lock()
-        self._changed = asyncio.Event()  # replaced at each change, so that it wakes those who wait now
         self._show: Callable[[SeenServers], Awaitable[None]] | None = None
         self._showing: set[asyncio.Future[None]] = set()
-        self._end: Exception | None = None
         self._checks = 0
         self._unchecked = asyncio.Event()
         self._unchecked.set()
@@ -173,22 +165,10 @@ class Servers:
         """Whether every server in use serves, so that health checks get an answer."""
         return all(server.state is ServerState.SERVING for server in self.in_use)
 
-    async def until_one_in_use(self) -> None:
-        """Wait while all servers are being restarted.
-
-        Raises:
-            RuntimeError: If none can come back.
-            Exception: The argument of ``end``.
-        """
-        while not self.in_use:
-            if gone := self._end or self._gone():
-                raise gone
-            await self._changed.wait()
-
-    def _gone(self) -> EngineFailed | None:
-        """Return the error that states that no server can come back, if that is so."""
-        if any(server.state not in (ServerState.LOST, ServerState.CLOSED) for server in self.all):
-            return None
+    def _gone(self) -> Exception | None:
+        is_over = all(server.state in (ServerState.LOST, ServerState.CLOSED) for server in self.all)
+        if self._end is not None or not is_over:
+            return self._end
         reasons = (f"{server.name}: {server.lost_because}".removesuffix(": ") for server in self.all)
         return EngineFailed(f"no engine is left ({', '.join(reasons)}); their log files say more")
 
@@ -198,8 +178,7 @@ class Servers:
             await self._changed.wait()
 
     def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        super()._wake()
         self._start_showing()
 
     def show_to(self, show: Callable[[SeenServers], Awaitable[None]]) -> None:
@@ -210,7 +189,7 @@ class Servers:
         if self._show is None:
             return None
         in_use = tuple(SeenServer(server.name, server.starts, server.client.url) for server in self.in_use)
-        seen = SeenServers(self.version, self.oldest, in_use, self._end or self._gone())
+        seen = SeenServers(self.version, self.oldest, in_use, self._gone())
         task = asyncio.ensure_future(self._show(seen))
         self._showing.add(task)
         task.add_done_callback(self._showing.discard)

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
 
 from miles.config.servers.flags import SglangArguments
-from miles.engine.base import Server
+from miles.engine.servers.client import ServerReceiver
 from miles.engine.servers.states import Failures, ManagedServer, Servers, ServerState
 from miles.engine.weight_sync.sender import WeightSender
-from miles.engine.weight_sync.transport import WeightReceiver
 from miles.types.weights import WeightChunk
-
-# Makes the receiver of one server from its client, its ranks, whether an update flushes its cache, and its process.
-MakeReceiver = Callable[[Any, int, bool, Server], WeightReceiver]
 
 
 class WeightUpdates:
     """Keep the weights, the pause and the memory of all servers the same."""
 
-    def __init__(self, servers: Servers, sglang: SglangArguments, sender: WeightSender, receiver: MakeReceiver) -> None:
+    def __init__(
+        self, servers: Servers, sglang: SglangArguments, sender: WeightSender, receiver: type[ServerReceiver]
+    ) -> None:
         self._servers = servers
         self._receiver = receiver
         self._sender = sender

@@ -1,4 +1,4 @@
-"""Talk to one SGLang server over HTTP: its calls, and what counts as a valid answer."""
+"""Talk to one SGLang server over HTTP: its calls, what counts as a valid answer, and how it takes weights."""
 
 from __future__ import annotations
 
@@ -6,28 +6,26 @@ import base64
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from miles.base.profiling import span
 from miles.config.components import stop_pattern
-from miles.engine.base import Generation, SamplingParams
+from miles.engine.base import Generation, GenerationRequest, SamplingParams
 from miles.engine.servers.client import (
-    CONTROL_SECONDS,
     EngineUnavailable,
     RequestRefused,
     ServerClient,
+    ServerReceiver,
     as_numbers,
     check_prompt_tokens,
     checked_generation,
     checked_support,
     read_version,
 )
+from miles.engine.weight_sync.deltas import WeightFolder
 from miles.types.replay import TokenSets, dtype_for
-
-if TYPE_CHECKING:
-    from miles.types.images import PromptImages
+from miles.types.weights import WeightChunk
 
 WRONG_KEY = (
     "the server wants another key; give the one that it was started with, as --sglang-api-key and "
@@ -38,44 +36,33 @@ WRONG_KEY = (
 class SglangClient(ServerClient):
     """Call one SGLang server, or sglang-router; ``miles.engine.servers.client.ServerClient``."""
 
+    generate_path = "/generate"
     wrong_key = WRONG_KEY
 
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingParams,
-        seed: int,
-        vocab: int,
-        cache_key: str | None = None,
-        experts_shape: tuple[int, int] | None = None,
-        images: PromptImages | None = None,
-    ) -> Generation:
-        """Generate one response. Only requests of the same ``cache_key`` share prefixes.
-
-        ``experts_shape`` is the shape of a token's experts, layers and k, if they are asked for. SGLang's processor
-        repeats the placeholder of each of ``images``.
-
-        SGLang honours the seed only under deterministic inference on GPUs.
-        """
-        body = {
-            "input_ids": prompt_ids if images is None else images.unexpanded(prompt_ids),
+    def _body(self, request: GenerationRequest, seed: int, vocab: int, cache_key: str | None) -> dict[str, Any]:
+        """Return the body. SGLang honours the seed only under deterministic inference on GPUs."""
+        images, sampling = request.images, request.sampling
+        return {
+            "input_ids": request.prompt_ids if images is None else images.unexpanded(request.prompt_ids),
             **({} if images is None else {"image_data": images.uris()}),
             "sampling_params": sampling_params(sampling, seed),
             "return_logprob": True,
             **({} if cache_key is None else {"extra_key": cache_key}),
             **({"return_sampling_mask": True} if sampling.returns_support else {}),
+            **({"return_routed_experts": True} if sampling.returns_experts else {}),
         }
-        if sampling.returns_experts:
-            body["return_routed_experts"] = True
-        answer = await self._post("/generate", body, seconds=None)
-        with span("check an answer"):
-            generation = read_generation(answer, vocab, sampling.returns_support)
-            if images is not None and generation.token_ids:
-                check_prompt_tokens(answer["meta_info"], len(prompt_ids), images)
-        if not sampling.returns_experts or not generation.token_ids:
+
+    def _read(
+        self, answer: dict[str, Any], request: GenerationRequest, vocab: int, experts_shape: tuple[int, int] | None
+    ) -> Generation:
+        generation = read_generation(answer, vocab, request.sampling.returns_support)
+        if not generation.token_ids:
+            return generation
+        check_prompt_tokens(answer["meta_info"], request)
+        if not request.sampling.returns_experts:
             return generation
         assert experts_shape is not None, "the engine knows the model's experts"
-        positions = len(prompt_ids) + len(generation.token_ids) - 1
+        positions = len(request.prompt_ids) + len(generation.token_ids) - 1
         return replace(generation, experts=read_experts(answer["meta_info"], (positions, *experts_shape)))
 
     async def input_log_probs(self, token_ids: Sequence[int], first: int) -> list[tuple[int, float]]:
@@ -86,20 +73,10 @@ class SglangClient(ServerClient):
             "return_logprob": True,
             "logprob_start_len": max(0, first - 1),  # SGLang gives none of the first token of these
         }
-        answer = await self._post("/generate", body, self._seconds)
+        answer = await self._send("POST", self.generate_path, body, self._seconds, self._key)
         with self._reading_log_probs(answer):
             entries = answer["meta_info"]["input_token_logprobs"][first - len(token_ids) :]
             return [(int(entry[1]), float(entry[0])) for entry in entries]
-
-    async def probe(self, version: int | None, vocab: int) -> None:
-        """Generate one token, and check that the weights ``version`` generated it (None: any weights)."""
-        body = {
-            "input_ids": [0],
-            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
-            "return_logprob": True,
-        }
-        answer = read_generation(await self._post("/generate", body, self._seconds), vocab)
-        self._check_version(answer.weight_version, version)
 
     async def check_health(self, version: int | None) -> None:
         """Ask for the server's own test, then check the version of its weights (None: any version).
@@ -109,13 +86,6 @@ class SglangClient(ServerClient):
         await self._send("GET", "/health_generate", None, self._seconds, self._key)
         info = await self._send("GET", "/model_info", None, self._seconds, self._key)
         self._check_version(read_version(info.get("weight_version")), version)
-
-    async def control(self, path: str, body: dict[str, Any], seconds: float = CONTROL_SECONDS) -> dict[str, Any]:
-        """Make a control call such as ``/pause_generation``. Raises ``RequestRefused`` if it failed."""
-        answer = await self._send("POST", path, body, seconds, self._admin_key)
-        if answer.get("success", True) is not True:
-            raise RequestRefused(f"{self.url_text}{path}: {answer.get('message')}")
-        return answer
 
     async def pause(self, mode: str) -> None:
         """Stop at the next token. ``mode`` is the value of ``--pause-generation-mode``."""
@@ -128,13 +98,6 @@ class SglangClient(ServerClient):
     async def abort_all(self) -> None:
         """End every request that the server has."""
         await self.control("/abort_request", {"abort_all": True}, self._seconds)
-
-    async def begin_update(self) -> None:
-        """Open an update of the weights. Raises ``RequestRefused`` if one is open.
-
-        It moves no weights, so it may take no longer than a health check.
-        """
-        await self.control("/begin_weight_update", {}, self._seconds)
 
     async def release_memory(self) -> None:
         """Release the GPU memory of weights and cache."""
@@ -178,7 +141,10 @@ def read_generation(answer: dict[str, Any], vocab: int, with_support: bool = Fal
         values, tokens, *_ = zip(*entries, strict=False) if entries else ((), ())
         log_probs, chosen = as_numbers(float, values), as_numbers(int, tokens)
         reason = meta["finish_reason"]["type"]
-        last, earlier = read_versions(meta)
+        # If the weights changed during the response, SGLang lists the runs as spans of token positions, in order.
+        spans = meta.get("weight_versions") or ()
+        runs = [(read_version(span["version"]), int(span["end"]) - int(span["start"])) for span in spans]
+        last, earlier = read_version(meta["weight_version"]), tuple(run for run in runs[:-1] if run[1] > 0)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise EngineUnavailable(f"an answer that is no generation ({error!r}): {str(answer)[:300]}") from error
     if chosen != token_ids:
@@ -230,11 +196,90 @@ def read_experts(meta: dict[str, Any], shape: tuple[int, int, int]) -> np.ndarra
     return numbers.reshape(shape).astype(dtype_for(int(numbers.max(initial=0)) + 1))
 
 
-def read_versions(meta: dict[str, Any]) -> tuple[int, tuple[tuple[int, int], ...]]:
-    """Return the version of the last token, and (version, tokens) of each run of tokens of an earlier version.
+# Give one SGLang server new weights.
 
-    If the weights changed during the response, SGLang lists the runs as spans of token positions, in order.
+
+SESSION_OPEN = "session is already open"  # SGLang's words (srt/managers/scheduler_components/weight_updater.py)
+# What SGLang has computed for 3-D rotary positions would be overwritten too, and nothing sends it.
+_NOT_WEIGHTS = {"skip_tensor_list": ["axis_map"]}
+
+
+class SglangReceiver(ServerReceiver):
+    """Receive weights as an SGLang server; ``miles.engine.servers.client.ServerReceiver``.
+
+    With ``flush``, the last chunk also flushes the prefix cache, which the old weights have computed. SGLang refuses to
+    flush it while requests run, so the server must be idle or paused by retraction. Without ``flush``, later requests
+    must use another cache key.
     """
-    last = read_version(meta["weight_version"])
-    runs = [(read_version(s["version"]), int(s["end"]) - int(s["start"])) for s in meta.get("weight_versions") or ()]
-    return last, tuple(run for run in runs[:-1] if run[1] > 0)
+
+    async def begin_update(self) -> None:
+        """Open an update; see ``WeightReceiver``."""
+        try:
+            await self._begin()
+        except RequestRefused as refusal:
+            if SESSION_OPEN not in str(refusal):
+                raise
+            # A sender that failed halfway, or died, left it open: nobody knows how many bytes it had sent. This update
+            # overwrites them.
+            await self._client.control("/end_weight_update", {})
+            await self._begin()
+
+    async def _begin(self) -> None:
+        await self._client.transfer("/begin_weight_update", {}, 0)  # it moves no weights
+
+    async def end_update(self) -> None:
+        """Close the update; see ``WeightReceiver``. The server may convert each weight once more."""
+        await self._client.transfer("/end_weight_update", {}, self._received)
+
+    async def load_folder(self, folder: WeightFolder, version: int) -> None:
+        """Read all weights from ``folder``; see ``WeightReceiver``."""
+        body = {"model_path": folder.path, "load_format": "safetensors", **self._version(version, last=True)}
+        await self._client.transfer("/update_weights_from_disk", body, folder.nbytes)
+
+    async def join_group(self, host: str, port: int, group: str, backend: str) -> None:
+        """Join a process group; see ``WeightReceiver``."""
+        body = {
+            "master_address": host,
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": 1 + self.num_ranks,
+            "group_name": group,
+            "backend": backend,
+        }
+        await self._client.control("/init_weights_update_group", body)
+
+    async def receive_broadcast(self, chunk: WeightChunk, group: str, version: int, last: bool) -> None:
+        """Take part in the broadcasts of ``chunk``; see ``WeightReceiver``."""
+        body = {
+            "names": list(chunk.tensors),
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in chunk.tensors.values()],
+            "shapes": [list(tensor.shape) for tensor in chunk.tensors.values()],
+            "group_name": group,
+            **self._version(version, last),
+        }
+        await self._client.transfer("/update_weights_from_distributed", body, chunk.nbytes)
+        self._received += chunk.nbytes
+
+    async def receive_shared(self, payloads: Sequence[bytes], nbytes: int, version: int, last: bool) -> None:
+        """Load tensors from shared memory; see ``WeightReceiver``."""
+        encoded = [base64.b64encode(payload).decode() for payload in payloads]
+        body = {"serialized_named_tensors": encoded, **self._version(version, last)}
+        await self._client.transfer("/update_weights_from_tensor", body, nbytes)
+        self._received += nbytes
+
+    async def scramble(self) -> None:
+        """Overwrite every weight with random numbers."""
+        await self._client.control("/weights_checker", {"action": "reset_tensors", **_NOT_WEIGHTS})
+
+    async def checksums(self) -> dict[str, str]:
+        """Return a checksum of every weight, by rank and SGLang's own name."""
+        answer = await self._client.control("/weights_checker", {"action": "checksum", **_NOT_WEIGHTS})
+        return {
+            f"rank {number}: {name}": checksum
+            for number, rank in enumerate(answer["ranks"])
+            for name, checksum in rank["checksums"].items()
+        }
+
+    def _version(self, version: int, last: bool) -> dict[str, object]:
+        """Set the version, and flush the cache, only with the last chunk, when the weights are complete."""
+        return {"flush_cache": last and self._flush, **({"weight_version": str(version)} if last else {})}

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
 
 from miles.base.host import num_cores
-from miles.base.secrets import split_secret_words
-from miles.config.servers.passed_on import has_flag
 from miles.engine.base import ServerFailed
 from miles.engine.servers.keys import NO_KEYS, Keys, bearer
-from miles.engine.servers.launch import answers
+from miles.engine.servers.launch import Default, ServerProgram, answers
 from miles.engine.sglang.client import WRONG_KEY
 from miles.engine.weight_sync.deltas import CopySource, WeightFolder
 
@@ -30,10 +27,10 @@ CORES = "SGLANG_CPU_OMP_THREADS_BIND"  # the variable that names the cores of ea
 MODULE = "sglang.launch_server"
 MODULE_ON_CPU = "sglang_on_cpu"  # in cpu/, which is on the import path of servers on CPU
 
-# Flags that SGLang needs, or runs better with, on CPU: (flag, value, other spellings that the user may have given).
+# Flags that SGLang needs, or runs better with, on CPU.
 # The limit in tokens bounds the cache, and so does the fraction of memory. SGLang does not start if its weights, and
 # the memory that other processes take while it loads, exceed the fraction. With 0.1 it did not start on a busy host.
-_ON_CPU = (
+_ON_CPU: tuple[Default, ...] = (
     ("--device", "cpu", ()),
     ("--attention-backend", "torch_native", ("--prefill-attention-backend", "--decode-attention-backend")),
     ("--sampling-backend", "pytorch", ()),
@@ -42,56 +39,28 @@ _ON_CPU = (
     ("--mem-fraction-static", "0.5", ()),
     ("--sleep-on-idle", None, ()),
 )
-_IMAGES_ON_CPU = ("--mm-attention-backend", "sdpa", ())
+_IMAGES_ON_CPU: Default = ("--mm-attention-backend", "sdpa", ())
 
 
 @dataclass(frozen=True)
-class ServerSpec:
-    """Describe one server, and derive its command line and environment. Starts no process.
+class SglangProgram(ServerProgram):
+    """Describe one server; ``miles.engine.servers.launch.ServerProgram``.
 
     Attributes:
-        model_path: The model that it serves.
-        dtype: ``bfloat16`` or ``float32``.
-        device: ``cpu`` or ``cuda``.
-        num_devices: Its tensor-parallel size.
-        seed: Its random seed.
-        flags: The user's ``--sglang-*`` words, without the prefix.
-        releases_memory: Whether it can release its GPU memory and take it back, by the package torch-memory-saver.
-        keys: The keys that it wants.
         is_deterministic: Whether the seed of a request decides its answer, whatever else the server computes.
         fp32_head: Whether it computes its logits in fp32.
         says_experts: Whether answers can contain the experts that were chosen.
-        reads_images: Whether it serves a model with its vision tower.
-        reads_text: Whether it has the model's tokenizer, and so can end a response at a text.
         nodes: The nodes that its devices are on.
         node: Which of them this process is on, from 0. The process on the first one answers.
     """
 
-    model_path: str
-    dtype: str
-    device: str
-    num_devices: int
-    seed: int
-    flags: tuple[str, ...] = field(default=(), repr=False)
-    releases_memory: bool = False
-    keys: Keys = NO_KEYS
+    title = "SGLang"
+
     is_deterministic: bool = False
     fp32_head: bool = False
     says_experts: bool = False
-    reads_images: bool = False
-    reads_text: bool = False
     nodes: int = 1
     node: int = 0
-
-    @property
-    def title(self) -> str:
-        """Its name in messages."""
-        return "SGLang"
-
-    @property
-    def python(self) -> str:
-        """SGLang is in the environment of the run."""
-        return sys.executable
 
     def check(self) -> None:
         """Raise ``ValueError`` if SGLang is not installed."""
@@ -111,38 +80,32 @@ class ServerSpec:
         return MODULE_ON_CPU if self.device == "cpu" else MODULE
 
     def arguments(self, host: str, port: int, meeting: str | None = None) -> list[str]:
-        """Return the words after ``python -m module`` that hold no secrets. The user's flags replace the defaults.
-
-        ``meeting`` is the address at which the processes of several nodes meet.
-        """
+        """Return the words after ``python -m module``; ``ServerProgram.arguments``."""
         words = ["--model-path", self.model_path, "--host", host, "--port", str(port)]
         words += ["--skip-server-warmup", "--weight-version", "0"]
-        words += [] if self.reads_text or self.reads_images else ["--skip-tokenizer-init"]  # its processor decodes
         if self.nodes > 1:
             assert meeting is not None, "the processes of several nodes meet at an address"
             words += ["--nnodes", str(self.nodes), "--node-rank", str(self.node), "--dist-init-addr", meeting]
-        defaults = [
+        switches = {
+            "--enable-memory-saver": self.releases_memory,
+            "--enable-deterministic-inference": self.is_deterministic,
+            "--enable-fp32-lm-head": self.fp32_head,
+            "--enable-return-routed-experts": self.says_experts,
+        }
+        defaults: list[Default] = [
             ("--tp-size", str(self.num_devices), ("--tp", "--tensor-parallel-size")),
             ("--dtype", self.dtype, ()),
             ("--random-seed", str(self.seed), ()),
             *(_ON_CPU if self.device == "cpu" else ()),
             *((_IMAGES_ON_CPU,) if self.device == "cpu" and self.reads_images else ()),
-            *([("--enable-memory-saver", None, ())] if self.releases_memory else ()),
-            *([("--enable-deterministic-inference", None, ())] if self.is_deterministic else ()),
-            *([("--enable-fp32-lm-head", None, ())] if self.fp32_head else ()),
-            *([("--enable-return-routed-experts", None, ())] if self.says_experts else ()),
+            *((switch, None, ()) for switch, is_on in switches.items() if is_on),
         ]
-        for flag, value, spellings in defaults:
-            if not has_flag(self.flags, flag, *spellings):
-                words += [flag] if value is None else [flag, value]
-        plain, _ = split_secret_words(self.flags)
-        return [*words, *plain]
+        return self._with_flags(words, defaults)
 
     @property
     def secret_arguments(self) -> list[str]:
-        """The keys, and the user's flags with secrets: words that belong on no command line."""
-        _, secret = split_secret_words(self.flags)
-        return [*secret, *self.keys.server_words]  # the keys last: they are the user's, or replace nothing
+        """The user's flags with secrets, and the keys: last, as they are the user's, or replace nothing."""
+        return [*super().secret_arguments, *self.keys.server_words]
 
     def environment(self, base: Mapping[str, str], folder: Path) -> dict[str, str]:
         """Return the environment ``base`` with the variables that a server needs in addition.

@@ -17,8 +17,8 @@ from miles.config.servers.passed_on import has_flag
 from miles.engine.base import ServerFailed
 from miles.engine.servers.client import EngineUnavailable
 from miles.engine.servers.keys import NO_KEYS, Keys, bearer
-from miles.engine.servers.processes import PORT_TRIES, ChildProcess, allow_open_files, free_port, is_taken
-from miles.engine.servers.server_log import LogFile
+from miles.engine.servers.launch import answers
+from miles.engine.servers.processes import PORT_TRIES, ChildProcess, LogFile, allow_open_files, free_port, is_taken
 
 MODULE = "miles.engine.sglang.router_process"
 START_SECONDS = 300
@@ -102,10 +102,7 @@ class Router:
         return self._process.pid
 
     def _is_up(self) -> bool:
-        try:
-            return httpx.get(f"{self.url}/liveness", timeout=5.0, trust_env=False, verify=False).status_code == 200
-        except httpx.TransportError:
-            return False
+        return answers(self.url, "/liveness")
 
     async def check(self, seconds: float) -> None:
         """Raise ``EngineUnavailable`` if it does not answer within ``seconds``."""

@@ -1,4 +1,4 @@
-"""Talk to one vLLM server over HTTP: its calls, and what counts as a valid answer.
+"""Talk to one vLLM server over HTTP: its calls, what counts as a valid answer, and how it takes weights.
 
 Written against vLLM 0.32.0: ``entrypoints/scale_out/token_in_token_out`` (tokens in and out) and
 ``entrypoints/rl/online`` (pauses, versions, weights).
@@ -6,30 +6,28 @@ Written against vLLM 0.32.0: ``entrypoints/scale_out/token_in_token_out`` (token
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from miles.base.profiling import span
-from miles.engine.base import Generation, SamplingParams
+from miles.engine.base import Generation, GenerationRequest, SamplingParams
 from miles.engine.servers.client import (
-    CONTROL_SECONDS,
     EngineUnavailable,
     RequestRefused,
     ServerClient,
+    ServerReceiver,
     as_numbers,
     check_prompt_tokens,
     checked_generation,
     checked_support,
     read_version,
 )
+from miles.engine.weight_sync.deltas import WeightFolder
 from miles.types.replay import TokenSets
+from miles.types.weights import WeightChunk
 
-if TYPE_CHECKING:
-    from miles.types.images import PromptImages
-
-GENERATE = "/inference/v1/generate"
 FIRST_WEIGHTS = "default"  # vLLM's version of the weights that a server has loaded when it started
 DROPPED = -9000.0  # vLLM writes -9999 for the log-prob of a token that top-k, top-p or min-p dropped
 TIES = 64  # vLLM keeps all tokens that are as likely as the last one of the top k: so many more are asked for
@@ -39,61 +37,39 @@ WHOLE = 1e-3  # how far the probabilities of the kept tokens may be from 1: fp32
 class VllmClient(ServerClient):
     """Call one vLLM server; ``miles.engine.servers.client.ServerClient``."""
 
+    generate_path = "/inference/v1/generate"
     wrong_key = "the server wants another key"
 
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingParams,
-        seed: int,
-        vocab: int,
-        cache_key: str | None = None,
-        experts_shape: tuple[int, int] | None = None,
-        images: PromptImages | None = None,
-    ) -> Generation:
-        """Generate one response. Only requests of the same ``cache_key`` share prefixes.
-
-        vLLM's processor repeats the placeholder of each of ``images``.
-        """
-        body = {
-            "token_ids": list(prompt_ids) if images is None else images.unexpanded(prompt_ids),
+    def _body(self, request: GenerationRequest, seed: int, vocab: int, cache_key: str | None) -> dict[str, Any]:
+        prompt, images = list(request.prompt_ids), request.images
+        return {
+            "token_ids": prompt if images is None else images.unexpanded(prompt),
             **({} if images is None else {"content_parts": [{"type": "image_url", "url": u} for u in images.uris()]}),
-            "sampling_params": sampling_params(sampling, seed, vocab),
+            "sampling_params": sampling_params(request.sampling, seed, vocab),
             **({} if cache_key is None else {"cache_salt": cache_key}),
         }
-        answer = await self._post(GENERATE, body, seconds=None)
-        with span("check an answer"):
-            generation = read_generation(answer, vocab, sampling.returns_support)
-            if images is not None and generation.token_ids:
-                check_prompt_tokens(answer.get("usage") or {}, len(prompt_ids), images)
+
+    def _read(
+        self, answer: dict[str, Any], request: GenerationRequest, vocab: int, experts_shape: tuple[int, int] | None
+    ) -> Generation:
+        generation = read_generation(answer, vocab, request.sampling.returns_support)
+        if generation.token_ids:
+            check_prompt_tokens(answer.get("usage") or {}, request)
         return generation
 
     async def input_log_probs(self, token_ids: Sequence[int], first: int) -> list[tuple[int, float]]:
         """Return the tokens from position ``first`` on, as the server has them, with log-probs at temperature 1."""
         body = {"prompt": list(token_ids), "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-        answer = await self._post("/v1/completions", body, self._seconds)
+        answer = await self._send("POST", "/v1/completions", body, self._seconds, self._key)
         with self._reading_log_probs(answer):
             entries = answer["choices"][0]["prompt_logprobs"][first - len(token_ids) :]
             return [(int(token), float(entry["logprob"])) for (token, entry), *_ in (list(e.items()) for e in entries)]
-
-    async def probe(self, version: int | None, vocab: int) -> None:
-        """Generate one token, and check that the weights ``version`` generated it (None: any weights)."""
-        body = {"token_ids": [0], "sampling_params": {"max_tokens": 1, "temperature": 0.0, "logprobs": 0}}
-        answer = read_generation(await self._post(GENERATE, body, self._seconds), vocab)
-        self._check_version(answer.weight_version, version)
 
     async def check_health(self, version: int | None) -> None:
         """Ask for its health, then for its weights: the process that generates answers the second between two steps."""
         await self._send("GET", "/health", None, self._seconds, self._key)
         info = await self._send("GET", "/weight_info", None, self._seconds, self._admin_key)
         self._check_version(version_of(info.get("weight_version")), version)
-
-    async def control(self, path: str, body: dict[str, Any], seconds: float = CONTROL_SECONDS) -> dict[str, Any]:
-        """Make a control call such as ``/pause``. Raises ``RequestRefused`` if it failed."""
-        answer = await self._send("POST", path, body, seconds, self._admin_key)
-        if answer.get("success", True) is not True or "error" in answer:
-            raise RequestRefused(f"{self.url_text}{path}: {answer}")
-        return answer
 
     async def pause(self, mode: str) -> None:
         """Stop at the next token. Requests in flight stay, with what they have computed.
@@ -194,3 +170,66 @@ def read_support(
 def version_of(value: Any) -> int:
     """Return the version of the weights: 0 for the first weights, -1 for weights that no update of miles has sent."""
     return 0 if value == FIRST_WEIGHTS else read_version(value)
+
+
+# Give one vLLM server new weights: from a folder, or by its weight-transfer engine (transfer.py).
+
+
+class VllmReceiver(ServerReceiver):
+    """Receive weights as a vLLM server; ``miles.engine.servers.client.ServerReceiver``.
+
+    With ``flush``, an update empties the prefix cache, and requests in flight are prefilled again by the new weights.
+    Without, they keep the cache of the old weights, and later requests must use another cache key.
+    """
+
+    _version = 0  # that the bytes of this update make
+
+    async def load_folder(self, folder: WeightFolder, version: int) -> None:
+        """Read all weights from ``folder``; see ``WeightReceiver``. The server is paused meanwhile."""
+        call = {"method": "reload_weights", "kwargs": {"weights_path": folder.path}}
+        await self._client.transfer("/collective_rpc", call, folder.nbytes)
+        await self._use(version)
+
+    async def _use(self, version: int) -> None:
+        """Name the new weights, after what the old ones have computed is gone."""
+        if self._flush:
+            await self._client.control("/reset_prefix_cache?reset_running_requests=true", {})
+        await self._client.control("/reset_encoder_cache", {})  # of images, which it finds by their pixels alone
+        await self._client.control("/update_weight_version", {"new_version": str(version)})
+
+    async def scramble(self) -> None:
+        """Overwrite every weight with random numbers."""
+        await self._client.control("/weight_checker", {"action": "reset"})
+
+    async def checksums(self) -> dict[str, str]:
+        """Return a checksum of every weight, by vLLM's own name."""
+        answer = await self._client.control("/weight_checker", {"action": "checksum"})
+        return {str(name): str(checksum) for name, checksum in answer["checksums"].items()}
+
+    async def begin_update(self) -> None:
+        """Open an update; see ``WeightReceiver``."""
+        await self._client.control("/start_weight_update", {})
+
+    async def end_update(self) -> None:
+        """Close the update; see ``WeightReceiver``."""
+        await self._client.transfer("/finish_weight_update", {}, self._received)
+        await self._use(self._version)
+
+    async def join_group(self, host: str, port: int, group: str, backend: str) -> None:
+        """Join a process group; see ``WeightReceiver``."""
+        info = {"host": host, "port": port, "group": group, "size": 1 + self.num_ranks}
+        await self._client.control("/init_weight_transfer_engine", {"init_info": info})
+
+    async def receive_broadcast(self, chunk: WeightChunk, group: str, version: int, last: bool) -> None:
+        """Take part in the broadcasts of ``chunk``; see ``WeightReceiver``."""
+        tensors = chunk.tensors.values()
+        dtypes, shapes = [str(t.dtype).removeprefix("torch.") for t in tensors], [list(t.shape) for t in tensors]
+        await self._update({"names": list(chunk.tensors), "dtypes": dtypes, "shapes": shapes}, chunk.nbytes, version)
+
+    async def receive_shared(self, payloads: Sequence[bytes], nbytes: int, version: int, last: bool) -> None:
+        """Load tensors from shared memory; see ``WeightReceiver``."""
+        await self._update([{"shared": base64.b64encode(p).decode()} for p in payloads], nbytes, version)
+
+    async def _update(self, info: Any, nbytes: int, version: int) -> None:
+        await self._client.transfer("/update_weights", {"update_info": info}, nbytes)
+        self._received, self._version = self._received + nbytes, version

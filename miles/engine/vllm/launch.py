@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 
 import miles
-from miles.base.secrets import split_secret_words
-from miles.config.servers.passed_on import has_flag
 from miles.config.vllm.environment import missing_vllm
-from miles.engine.servers.keys import Keys
-from miles.engine.servers.launch import answers
+from miles.engine.servers.launch import Default, ServerProgram, answers
 from miles.engine.vllm import TRANSFER
 from miles.engine.vllm.guard import ADMIN_KEY, KEY
 
@@ -25,57 +22,27 @@ PLUGIN = "[vllm.general_plugins]\nmiles = miles.engine.vllm.transfer:register\n"
 DIE_WITH_PARENT = "import os\nfrom miles.base.processes import die_with_parent\ndie_with_parent(os.getppid())\n"
 # A prompt is prefilled at once: vLLM 0.32.0 ends on CPU when a request with a seed has one that is prefilled in parts
 # ("CPU Generator does not use offset", v1/worker/gpu_model_runner.py).
-_ON_CPU = (("--enforce-eager", None, ()), ("--no-enable-chunked-prefill", None, ()))
+_ON_CPU: tuple[Default, ...] = (("--enforce-eager", None, ()), ("--no-enable-chunked-prefill", None, ()))
 
 
 @dataclass(frozen=True)
-class VllmProgram:
+class VllmProgram(ServerProgram):
     """Describe one server; ``miles.engine.servers.launch.ServerProgram``.
 
     Attributes:
-        python: The interpreter of vLLM's environment.
-        model_path: The model that it serves.
-        dtype: ``bfloat16`` or ``float32``.
-        device: ``cpu`` or ``cuda``.
-        num_devices: Its tensor-parallel size.
-        seed: Its random seed.
-        keys: The keys that it wants.
-        flags: The user's ``--vllm-*`` words, without the prefix.
         raw_log_probs: Whether log-probs come from the logits, and not from the distribution that is sampled from.
-        reads_text: Whether it has the model's tokenizer, and so can end a response at a text.
-        reads_images: Whether it serves a model with its vision tower.
-        releases_memory: Whether it can release its GPU memory and take it back.
         cache_gib: On CPU: the memory of the cache.
     """
 
-    python: str
-    model_path: str
-    dtype: str
-    device: str
-    num_devices: int
-    seed: int
-    keys: Keys
-    flags: tuple[str, ...] = field(default=(), repr=False)
-    raw_log_probs: bool = False
-    reads_text: bool = False
-    reads_images: bool = False
-    releases_memory: bool = False
-    cache_gib: int = 1
+    title = "vLLM"
 
-    @property
-    def title(self) -> str:
-        """Its name in messages."""
-        return "vLLM"
+    raw_log_probs: bool = False
+    cache_gib: int = 1
 
     @property
     def module(self) -> str:
         """What ``python -m`` runs: the command ``vllm`` does not run with the package for CPU."""
         return MODULE
-
-    @property
-    def secret_arguments(self) -> list[str]:
-        """The user's flags with secrets, which belong on no command line."""
-        return split_secret_words(self.flags)[1]
 
     def check(self) -> None:
         """Raise ``ValueError`` if vLLM is not installed there."""
@@ -83,7 +50,7 @@ class VllmProgram:
             raise ValueError(missing)
 
     def arguments(self, host: str, port: int, meeting: str | None = None) -> list[str]:
-        """Return the words after ``python -m module`` that hold no secrets. The user's flags replace the defaults.
+        """Return the words after ``python -m module``; ``ServerProgram.arguments``.
 
         Raises ``ValueError`` if it would listen on another interface than loopback: its control calls can run anything.
         """
@@ -97,18 +64,14 @@ class VllmProgram:
         words += ["--logprobs-mode", "raw_logprobs" if self.raw_log_probs else "processed_logprobs"]
         words += ["--weight-transfer-config", json.dumps({"backend": TRANSFER})]
         words += ["--max-logprobs", "-1", "--disable-uvicorn-access-log"]
-        words += [] if self.reads_text or self.reads_images else ["--skip-tokenizer-init"]  # its processor reads text
-        defaults = [
+        defaults: list[Default] = [
             ("--tensor-parallel-size", str(self.num_devices), ("-tp",)),
             ("--dtype", self.dtype, ()),
             ("--seed", str(self.seed), ()),
             *(_ON_CPU if self.device == "cpu" else ()),
             *([("--enable-sleep-mode", None, ())] if self.releases_memory else ()),
         ]
-        for flag, value, spellings in defaults:
-            if not has_flag(self.flags, flag, *spellings):
-                words += [flag] if value is None else [flag, value]
-        return [*words, *split_secret_words(self.flags)[0]]
+        return self._with_flags(words, defaults)
 
     def environment(self, base: Mapping[str, str], folder: Path) -> dict[str, str]:
         """Return the environment ``base`` with the variables that a server needs in addition.

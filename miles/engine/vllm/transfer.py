@@ -28,7 +28,7 @@ def register() -> None:
 
 
 class Transfer(WeightTransferEngine):
-    """Take the weights of one rank of a server. What it takes is a ``dict``; receiver.py sends it."""
+    """Take the weights of one rank of a server. What it takes is a ``dict``; client.py sends it."""
 
     init_info_cls = dict
     update_info_cls = dict

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it t
 from torch._C._distributed_c10d import TCPStore as TCPStore  # torch.distributed has it too, untyped
 
 from miles.base.threads import in_thread
-from miles.engine.weight_sync.transport import Delivery, WeightReceiver, stream
+from miles.engine.weight_sync.transport import Delivery, Transport, WeightReceiver, stream
 from miles.types.weights import WeightChunk
 
 # Serve a torch TCP store at one address only: the ranks of a process group find each other by it.
@@ -77,7 +77,7 @@ def broadcast(ranks: Any, tensors: Sequence[torch.Tensor]) -> None:
         torch.cuda.current_stream(device).synchronize()  # wait() only queues here; tensors must live until sent
 
 
-class BroadcastTransport:
+class BroadcastTransport(Transport):
     """Broadcast to each engine in a separate group, so that an engine that dies disturbs no other.
 
     A group is formed at an engine's first update and kept. The engine's reply and the broadcast are awaited together:
@@ -184,5 +184,4 @@ def _address_towards(url: str) -> str:
     family, kind, _, _, target = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(target)
-        address: str = probe.getsockname()[0]
-        return address
+        return str(probe.getsockname()[0])

@@ -35,7 +35,7 @@ from miles.base.disk_faults import naming_disk
 from miles.base.processes import RUN_FOLDER
 from miles.base.strict_json import loads
 from miles.types.metrics import Metric
-from miles.types.weights import BUCKET_BYTES, PackedChunk, WeightChunk, pack
+from miles.types.weights import BUCKET_BYTES, PackedChunk, WeightChunk, in_buckets, pack
 
 GAPS, BITMAP, WHOLE = "gaps", "bitmap", "whole"
 
@@ -59,11 +59,6 @@ class TensorChange:
     def nbytes(self) -> int:
         """The size of both arrays."""
         return self.places.nbytes + self.values.nbytes
-
-
-def bits_of(data: np.ndarray, itemsize: int) -> np.ndarray:
-    """View contiguous bytes as unsigned integers of ``itemsize`` bytes (1, 2, 4 or 8), one per element."""
-    return data.view(f"u{itemsize}")
 
 
 def encode(old: np.ndarray, new: np.ndarray) -> TensorChange | None:
@@ -418,7 +413,7 @@ def _compare_one(weights: dict[str, Entry], name: str, entry: Entry) -> _Compare
     if name not in weights or weights[name][:2] != (dtype, shape):
         weights[name] = (dtype, shape, data.copy())
         return _Compared(record, None, None, fits=False)
-    old, new = _bits(weights[name]), _bits(entry)
+    old, new = _bits(weights[name][2], shape), _bits(data, shape)
     change = encode(old, new)
     if change is None:
         return _Compared(record, None, None, fits=True)
@@ -431,27 +426,18 @@ def _undone(entry: Entry, undo: TensorChange | None) -> Entry:
     if undo is None:
         return entry
     dtype, shape, data = entry
-    before = (dtype, shape, data.copy())
-    apply(undo, _bits(before))
-    return before
+    before = data.copy()
+    apply(undo, _bits(before, shape))
+    return dtype, shape, before
 
 
-def _bits(entry: Entry) -> np.ndarray:
-    _, shape, data = entry
-    return bits_of(data, data.nbytes // max(prod(shape), 1) or 1)
+def _bits(data: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """View the bytes of a tensor of ``shape`` as unsigned integers, one per element."""
+    return data.view(f"u{data.nbytes // max(prod(shape), 1) or 1}")
 
 
 def _in_buckets(entries: dict[str, Entry]) -> Iterator[dict[str, Entry]]:
-    bucket: dict[str, Entry] = {}
-    size = 0
-    for name, entry in entries.items():
-        if bucket and size + entry[2].nbytes > BUCKET_BYTES:
-            yield bucket
-            bucket, size = {}, 0
-        bucket[name] = entry
-        size += entry[2].nbytes
-    if bucket:
-        yield bucket
+    return in_buckets(entries.items(), lambda entry: entry[2].nbytes, BUCKET_BYTES)
 
 
 # The receiver of weight deltas: a host's own copy of all weights, as safetensors files.
@@ -575,10 +561,8 @@ class LocalCopy:
         for name, change in delta.changes():
             if name not in tensors:
                 raise DeltaRefused(f"{name} is not among the weights")
-            target = tensors[name]
-            itemsize = target.nbytes // max(prod(delta.records[name].shape), 1) or 1
             try:
-                apply(change, bits_of(target, itemsize))
+                apply(change, _bits(tensors[name], delta.records[name].shape))
             except ValueError as error:
                 raise DeltaRefused(f"{name}: {error}") from error
         return _Contents(offer.result, delta.records, contents.headers)
@@ -613,10 +597,6 @@ class LocalCopy:
                     "sent; test the disks and the memory of both hosts, or give another --update-weight-disk-dir"
                 )
             self._note(_Contents(sent, records, headers))
-
-    def chunks(self) -> Iterator[WeightChunk]:
-        """Yield the weights, one file in memory at once."""
-        return chunks_in(self.folder)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -710,13 +690,13 @@ def whole_update(num_bytes: int, load_seconds: float) -> dict[str, Metric]:
     return {"weight_sync/bytes": Metric(num_bytes), "weight_sync/load_seconds": Metric(load_seconds)}
 
 
+@dataclass(eq=False)
 class OfferedWeights:
     """Offer a delta. Iterating fetches all weights from the trainer, which blocks."""
 
-    def __init__(self, offer: DeltaOffer, fetch: Callable[[], Iterable[WeightChunk]]) -> None:
-        self.offer = offer
-        self.refusals = 0  # how many have refused the delta
-        self._fetch = fetch
+    offer: DeltaOffer
+    fetch: Callable[[], Iterable[WeightChunk]]
+    refusals: int = 0  # how many have refused the delta
 
     def refuse(self, who: str, why: DeltaRefused) -> None:
         """Note that ``who`` needs all weights."""
@@ -735,37 +715,31 @@ class OfferedWeights:
         }
 
     def __iter__(self) -> Iterator[WeightChunk]:
-        yield from self._fetch()  # when the first chunk is asked for, which a thread does
+        yield from self.fetch()  # when the first chunk is asked for, which a thread does
 
 
+@dataclass(frozen=True, eq=False)
 class CopiedWeights:
     """The weights of an update by way of this host's copy, for an engine in this process.
 
-    Each pass brings the copy up to date first, and blocks.
+    Each pass brings the copy up to date first, and blocks. ``weights`` are an offer or all weights; ``sent`` names
+    them.
     """
 
-    def __init__(self, copy: LocalCopy, weights: Iterable[WeightChunk], sent: str) -> None:
-        """Use ``weights``, an offer or all weights; ``sent`` names them."""
-        self._copy = copy
-        self._weights = weights
-        self._sent = sent
+    copy: LocalCopy
+    weights: Iterable[WeightChunk]
+    sent: str
 
     def __iter__(self) -> Iterator[WeightChunk]:
-        if not self._follows():
-            result = self._weights.offer.result if isinstance(self._weights, OfferedWeights) else None
-            self._copy.adopt(self._weights, self._sent, result)
-        yield from self._copy.chunks()
-
-    def _follows(self) -> bool:
-        """Return whether the copy has followed an offer."""
-        if not isinstance(self._weights, OfferedWeights):
-            return False
-        try:
-            self._copy.follow(self._weights.offer)
-        except DeltaRefused as refusal:
-            self._weights.refuse("the engine", refusal)
-            return False
-        return True
+        if isinstance(self.weights, OfferedWeights):
+            try:
+                self.copy.follow(self.weights.offer)
+            except DeltaRefused as refusal:
+                self.weights.refuse("the engine", refusal)
+                self.copy.adopt(self.weights, self.sent, self.weights.offer.result)
+        else:
+            self.copy.adopt(self.weights, self.sent)
+        yield from chunks_in(self.copy.folder)
 
 
 def copied(weights: Iterable[WeightChunk], copies: str | None, shared: Path) -> CopiedWeights:

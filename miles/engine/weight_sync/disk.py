@@ -2,7 +2,7 @@
 
 import shutil
 import uuid
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -11,11 +11,11 @@ from safetensors.torch import save_file
 from miles.base.disk_faults import naming_disk
 from miles.base.threads import in_thread
 from miles.engine.weight_sync.deltas import MAKE_ROOM, CopySource, DeltaRefused, OfferedWeights, WeightFolder
-from miles.engine.weight_sync.transport import Delivery, WeightReceiver, stream
+from miles.engine.weight_sync.transport import Delivery, Transport, WeightReceiver, stream
 from miles.types.weights import WeightChunk
 
 
-class DiskTransport:
+class DiskTransport(Transport):
     """Write one safetensors file per chunk, into a folder that appears whole or not at all.
 
     The folder of an update is ``version_0000012`` in ``root``. Only the last one is kept: the one before it is removed
@@ -33,9 +33,6 @@ class DiskTransport:
             await receiver.load_folder(folder, version)
 
         await delivery.each(load)
-
-    def forget_all_but(self, urls: Collection[str]) -> None:
-        """Keep nothing: a folder belongs to no engine."""
 
     async def write(self, chunks: Iterable[WeightChunk], version: int) -> WeightFolder:
         """Write the weights and return their folder. Raises ``WriteFailed`` if the disk is full."""
@@ -69,7 +66,7 @@ class DiskTransport:
 # and become the host's copy if their checksums are right too.
 
 
-class DiskDeltaTransport:
+class DiskDeltaTransport(Transport):
     """Have the hosts follow the delta of weights that offer one; write all weights for those that do not."""
 
     def __init__(self, root: Path, copies: str | None) -> None:
@@ -110,6 +107,3 @@ class DiskDeltaTransport:
 
         await delivery.each(follow)
         return followed
-
-    def forget_all_but(self, urls: Collection[str]) -> None:
-        """Keep nothing: copies belong to hosts, and say themselves what they hold."""

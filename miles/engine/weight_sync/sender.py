@@ -1,7 +1,6 @@
 """Update the weights of all engines over the chosen transport, and check what arrived if asked to."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,26 +15,13 @@ from miles.types.weights import WeightChunk
 # The weight transports, by the names that ``--update-weight-transfer-mode`` gives them.
 
 
-@dataclass(frozen=True)
-class SendingSide:
-    """Describe the sender.
-
-    Attributes:
-        folder: Where weights on disk are written.
-        broadcast_from: The device that broadcasts start from.
-        copies: The folder of the copies that engines' hosts keep; None for the folder of temporary files.
-    """
-
-    folder: Path
-    broadcast_from: torch.device
-    copies: str | None = None
-
-
-TRANSPORTS: dict[str, Callable[[SendingSide], Transport]] = {
-    "disk": lambda sender: DiskTransport(sender.folder),
-    "disk-delta": lambda sender: DiskDeltaTransport(sender.folder, sender.copies),
-    "broadcast": lambda sender: BroadcastTransport(sender.broadcast_from),
-    "ipc": lambda sender: SharedMemoryTransport(),
+# Each is given the folder of weights on disk, the device that broadcasts start from, and the folder of the copies that
+# engines' hosts keep, or None for the folder of temporary files.
+TRANSPORTS: dict[str, Callable[[Path, torch.device, str | None], Transport]] = {
+    "disk": lambda folder, device, copies: DiskTransport(folder),
+    "disk-delta": lambda folder, device, copies: DiskDeltaTransport(folder, copies),
+    "broadcast": lambda folder, device, copies: BroadcastTransport(device),
+    "ipc": lambda folder, device, copies: SharedMemoryTransport(),
 }
 
 
@@ -51,9 +37,9 @@ class WeightSender:
             broadcast_from: The GPU that broadcasts start from; None for the host.
         """
         device = torch.device("cpu") if broadcast_from is None else broadcast_from
-        side = SendingSide(folder, device, sglang.update_weight_copy_dir)
-        self._transport = TRANSPORTS[sglang.update_weight_transfer_mode](side)
-        self._check_files = DiskTransport(side.folder) if sglang.check_weight_update_equal else None
+        transport = TRANSPORTS[sglang.update_weight_transfer_mode]
+        self._transport = transport(folder, device, sglang.update_weight_copy_dir)
+        self._check_files = DiskTransport(folder) if sglang.check_weight_update_equal else None
 
     async def send(
         self, receivers: Sequence[WeightReceiver], chunks: Iterable[WeightChunk], version: int

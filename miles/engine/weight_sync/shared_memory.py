@@ -2,14 +2,14 @@
 
 import io
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from multiprocessing.reduction import ForkingPickler
 
 import torch
 import torch.multiprocessing as mp
 
 from miles.base.threads import in_thread
-from miles.engine.weight_sync.transport import Delivery, WeightReceiver, stream
+from miles.engine.weight_sync.transport import Delivery, Transport, WeightReceiver, stream
 from miles.types.weights import WeightChunk
 
 TRIES = 60  # to share a tensor. PyTorch gives its helper process 1 s for each, too little on a very busy machine
@@ -17,7 +17,7 @@ TRIES = 60  # to share a tensor. PyTorch gives its helper process 1 s for each, 
 log = logging.getLogger(__name__)
 
 
-class SharedMemoryTransport:
+class SharedMemoryTransport(Transport):
     """Copy each chunk into shared memory once. Engines get handles and copy from there, to whatever device they use."""
 
     def __init__(self) -> None:
@@ -43,9 +43,6 @@ class SharedMemoryTransport:
 
             await delivery.each(receive)
         await delivery.each(lambda receiver: receiver.end_update())
-
-    def forget_all_but(self, urls: Collection[str]) -> None:
-        """Keep nothing: handles are made again for each update."""
 
 
 def _share(chunk: WeightChunk) -> list[tuple[str, torch.Tensor]]:

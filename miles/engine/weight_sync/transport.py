@@ -85,7 +85,11 @@ class Transport(Protocol):
         """Replace the weights of all receivers. ``delivery`` collects the failures."""
 
     def forget_all_but(self, urls: Collection[str]) -> None:
-        """Drop the state of engines at other addresses than ``urls``: these engines are gone, or have restarted."""
+        """Drop the state of engines at other addresses than ``urls``: these engines are gone, or have restarted.
+
+        By default a transport keeps nothing of an engine.
+        """
+        return None
 
 
 async def stream(chunks: Iterable[WeightChunk]) -> AsyncIterator[tuple[WeightChunk, bool]]:

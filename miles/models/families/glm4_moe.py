@@ -28,11 +28,5 @@ class Glm4Moe(Llama):
         """Return the parameters of a decoder layer, dense or with experts, both names relative to it."""
         return super().layer(shape) | sigmoid_experts()
 
-    def rotated_share(self, config: Config) -> float:
-        """Return the part of each attention head, from its beginning, that rotary embedding rotates."""
-        rope = {"partial_rotary_factor": 0.5} | config | (config.get("rope_parameters") or {})  # transformers' default
-        share: float = rope["partial_rotary_factor"]
-        return share
 
-
-CONVERTED = (Glm4Moe("glm4_moe", has_qkv_bias=True),)
+CONVERTED = (Glm4Moe("glm4_moe", has_qkv_bias=True, rotates_part=True),)

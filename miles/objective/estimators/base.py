@@ -4,8 +4,6 @@ Advantages are made in two phases. Phase 1 runs on the rollout side, over whole 
 per sample. Phase 2 runs on the trainer after scoring, over a whole step: one number per token (token_advantages.py).
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from abc import abstractmethod
@@ -14,7 +12,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
-from miles.objective.advantage_flags import AdvantageFlags
+from miles.base.flags import flag
+from miles.objective.kl import KlFlags
 from miles.objective.registry import Needs, ObjectivePart, Term
 
 if TYPE_CHECKING:
@@ -77,6 +76,33 @@ class SampleRewards:
         return lengths
 
 
+@dataclass(frozen=True)
+class TrajectoryTokens:
+    """The loss tokens of a trajectory, as phase 2 reads them: float64 arrays [T].
+
+    Attributes:
+        rewards: The reward of each token.
+        values: The critic's values; empty without a critic.
+        group: The prompt group of the trajectory.
+        score_norms: The squared norm of the gradient of each token's log-prob by its logits, ``1 - 2 p + sum_v
+            p(v)^2``; empty unless the estimator ``reads_score_norms``.
+    """
+
+    rewards: "np.ndarray"
+    values: "np.ndarray"
+    group: int
+    score_norms: "np.ndarray"
+
+
+@dataclass(frozen=True)
+class AdvantageFlags(KlFlags):
+    """loss: what is common to the advantage estimators."""
+
+    normalize_advantages: bool = flag(
+        False, "whiten the advantages over the response tokens of the step", needs="a policy that learns"
+    )
+
+
 E = TypeVar("E", bound=AdvantageFlags)
 
 
@@ -90,7 +116,7 @@ class Estimator(ObjectivePart[E]):
         reward_at_last_token: Whether phase 2 puts the reward on the last token of the trajectory, or on every token.
         greedy_baseline: Whether it reads the reward of a greedy response to each prompt, which is generated for it.
         reads_reward_parts: Whether it reads the parts of a sum of rewards, and not the sum alone.
-        reads_score_norms: Whether its phase 2 is ``group_token_advantages``.
+        reads_score_norms: Whether its phase 2 reads the group and the score norms of each trajectory.
     """
 
     flag: ClassVar[str] = "advantage_estimator"
@@ -124,38 +150,15 @@ class Estimator(ObjectivePart[E]):
         """Compute phase 1: one number per sample, from whole groups. By default the rewards unchanged."""
         return list(samples.rewards)
 
-    def token_advantages(
-        self, flags: E, rewards: Sequence[np.ndarray], values: Sequence[np.ndarray]
-    ) -> list[np.ndarray]:
-        """Compute phase 2: advantages from rewards and values, one float64 array [its loss tokens] per trajectory.
-
-        Only loss tokens are there. ``values`` are empty arrays without a critic. By default the rewards unchanged.
-        """
-        return list(rewards)
-
-    def group_token_advantages(
-        self,
-        flags: E,
-        rewards: Sequence[np.ndarray],
-        groups: Sequence[int],
-        score_norms: Sequence[np.ndarray],
-    ) -> list[np.ndarray]:
-        """Compute phase 2 in the form of ``token_advantages``, with what ``reads_score_norms`` asks for.
-
-        ``groups`` has the prompt group of each trajectory. ``score_norms`` are the squared norms of the gradient of
-        each token's log-prob by its logits, ``1 - 2 p + sum_v p(v)^2``.
-        """
-        raise NotImplementedError
+    def token_advantages(self, flags: E, trajectories: Sequence[TrajectoryTokens]) -> list["np.ndarray"]:
+        """Compute phase 2: the advantages of a step, one float64 array [T] per trajectory. By default the rewards."""
+        return [trajectory.rewards for trajectory in trajectories]
 
     def returns(
-        self,
-        flags: E,
-        rewards: Sequence[np.ndarray],
-        values: Sequence[np.ndarray],
-        advantages: Sequence[np.ndarray],
-    ) -> list[np.ndarray]:
+        self, flags: E, trajectories: Sequence[TrajectoryTokens], advantages: Sequence["np.ndarray"]
+    ) -> list["np.ndarray"]:
         """Compute the targets of a critic, in the form of ``token_advantages``. By default ``A + V``."""
-        return [of_policy + of_critic for of_policy, of_critic in zip(advantages, values, strict=True)]
+        return [of_policy + each.values for of_policy, each in zip(advantages, trajectories, strict=True)]
 
     def estimates_by_token(self, flags: E) -> bool:
         """Return whether phase 2 runs: for estimators that implement it, and for whitening."""
@@ -198,6 +201,6 @@ def _mean_and_spread(rewards: tuple[float, ...], std: bool) -> tuple[float, floa
     return statistics.mean(rewards), statistics.stdev(rewards) if std and len(rewards) > 1 else 0.0
 
 
-def spread_over_tokens(advantages: torch.Tensor, sample_index: torch.Tensor) -> torch.Tensor:
+def spread_over_tokens(advantages: "torch.Tensor", sample_index: "torch.Tensor") -> "torch.Tensor":
     """Give every response token its sample's advantage: [S] and sample_index [R] -> float32 [R]."""
     return advantages.float()[sample_index]

@@ -4,8 +4,7 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import replace
 
-from miles.objective.advantage_flags import AdvantageFlags
-from miles.objective.estimators.base import Estimator, SampleRewards, less_group_mean
+from miles.objective.estimators.base import AdvantageFlags, Estimator, SampleRewards, less_group_mean
 from miles.objective.registry import Term
 
 EPS = 1e-6

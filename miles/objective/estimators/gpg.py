@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from miles.base.flags import flag
-from miles.objective.advantage_flags import AdvantageFlags
-from miles.objective.estimators.base import Estimator, SampleRewards
+from miles.objective.estimators.base import AdvantageFlags, Estimator, SampleRewards
 from miles.objective.registry import Term
 
 

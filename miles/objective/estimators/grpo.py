@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from miles.base.flags import flag
-from miles.objective.advantage_flags import AdvantageFlags
-from miles.objective.estimators.base import Estimator, SampleRewards, less_group_mean
+from miles.objective.estimators.base import AdvantageFlags, Estimator, SampleRewards, less_group_mean
 from miles.objective.registry import Term
 
 

@@ -2,8 +2,7 @@
 
 import statistics
 
-from miles.objective.advantage_flags import AdvantageFlags
-from miles.objective.estimators.base import Estimator, SampleRewards
+from miles.objective.estimators.base import AdvantageFlags, Estimator, SampleRewards
 from miles.objective.registry import Term
 
 

@@ -1,7 +1,6 @@
 """OPO: the reward less its group's mean weighted by length (on-policy RL with optimal baseline, arXiv 2505.23585)."""
 
-from miles.objective.advantage_flags import AdvantageFlags
-from miles.objective.estimators.base import Estimator, SampleRewards
+from miles.objective.estimators.base import AdvantageFlags, Estimator, SampleRewards
 from miles.objective.registry import Term
 
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from miles.base.flags import flag
-from miles.objective.advantage_flags import AdvantageFlags
-from miles.objective.estimators.base import Estimator
+from miles.objective.estimators.base import AdvantageFlags, Estimator, TrajectoryTokens
 from miles.objective.kl import reward_penalty
 from miles.objective.registry import Needs, Term
 
@@ -77,18 +76,15 @@ class OptimalTokenBaseline(Estimator[OptimalTokenBaselineFlags]):
             Term(f"B_t = Σ_group G_t W_t / Σ_group W_t{tail}, W_t = Σ_(j<=t) (1 - 2 p_j + Σ_v p_j(v)²)", __name__),
         ]
 
-    def group_token_advantages(
-        self,
-        flags: OptimalTokenBaselineFlags,
-        rewards: "Sequence[np.ndarray]",
-        groups: Sequence[int],
-        score_norms: "Sequence[np.ndarray]",
+    def token_advantages(
+        self, flags: OptimalTokenBaselineFlags, trajectories: Sequence[TrajectoryTokens]
     ) -> "list[np.ndarray]":
         """Subtract the baseline of each position, group by group."""
         import numpy as np
 
-        returns = [np.cumsum(reward[::-1])[::-1] for reward in rewards]
-        weights = [np.cumsum(norms) for norms in score_norms]
+        returns = [np.cumsum(each.rewards[::-1])[::-1] for each in trajectories]
+        weights = [np.cumsum(each.score_norms) for each in trajectories]
+        groups = [each.group for each in trajectories]
         advantages = [np.zeros(0)] * len(returns)
         for group in dict.fromkeys(groups):
             members = [i for i, of in enumerate(groups) if of == group]

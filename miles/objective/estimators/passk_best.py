@@ -4,8 +4,7 @@ import statistics
 from dataclasses import dataclass
 
 from miles.base.flags import flag
-from miles.objective.advantage_flags import AdvantageFlags
-from miles.objective.estimators.base import Estimator, SampleRewards
+from miles.objective.estimators.base import AdvantageFlags, Estimator, SampleRewards
 from miles.objective.registry import Term
 
 _EPS = 1e-6  # added to the standard deviation, as in verl

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Optional, TypeVar
 
 from miles.base.flags import flag
-from miles.objective.advantage_flags import AdvantageFlags
-from miles.objective.estimators.base import Estimator
+from miles.objective.estimators.base import AdvantageFlags, Estimator, TrajectoryTokens
 from miles.objective.kl import reward_penalty
 from miles.objective.registry import Needs, Term
 
@@ -66,45 +65,41 @@ class Ppo(Estimator[P]):
             Term(f"r_t = [t is last] reward{reward_penalty(flags)}", "miles.objective.token_advantages"),
         ]
 
-    def token_advantages(
-        self, flags: P, rewards: "Sequence[np.ndarray]", values: "Sequence[np.ndarray]"
-    ) -> "list[np.ndarray]":
+    def token_advantages(self, flags: P, trajectories: Sequence[TrajectoryTokens]) -> "list[np.ndarray]":
         """Compute GAE."""
-        return generalized_advantages(rewards, values, flags.gamma, flags.lambd)
+        return generalized_advantages(trajectories, flags.gamma, flags.lambd)
 
     def critic_lambd(self, flags: P) -> float | None:
         """Return the lambda of the critic's returns; None if these are ``A + V``."""
         return flags.critic_lambd
 
     def returns(
-        self,
-        flags: P,
-        rewards: "Sequence[np.ndarray]",
-        values: "Sequence[np.ndarray]",
-        advantages: "Sequence[np.ndarray]",
+        self, flags: P, trajectories: Sequence[TrajectoryTokens], advantages: "Sequence[np.ndarray]"
     ) -> "list[np.ndarray]":
         """Compute ``A + V``, with the A of the critic's own lambda if it has one."""
         lambd = self.critic_lambd(flags)
         if lambd is not None:
-            advantages = generalized_advantages(rewards, values, flags.gamma, lambd)
-        return super().returns(flags, rewards, values, advantages)
+            advantages = generalized_advantages(trajectories, flags.gamma, lambd)
+        return super().returns(flags, trajectories, advantages)
 
 
 def generalized_advantages(
-    rewards: "Sequence[np.ndarray]", values: "Sequence[np.ndarray]", gamma: float, lambd: float | Sequence[float]
+    trajectories: Sequence[TrajectoryTokens], gamma: float, lambd: float | Sequence[float]
 ) -> "list[np.ndarray]":
     """Compute ``A_t = sum_k (gamma lambd)^k delta_(t+k)`` with ``delta_t = r_t + gamma V_(t+1) - V_t``; float64.
 
-    GAE (arXiv 1506.02438 Eq. 16). One array per trajectory, all [its tokens]; the value after the last token is 0, as
+    GAE (arXiv 1506.02438 Eq. 16). One array per trajectory, [its tokens]; the value after the last token is 0, as
     the trajectory ends there. ``lambd`` is one number, or one per trajectory. With values of 0 and ``lambd`` 1 this is
     the discounted return.
 
     >>> import numpy as np
-    >>> generalized_advantages([np.array([0.0, 1.0])], [np.array([0.5, 0.25])], gamma=1.0, lambd=1.0)[0].tolist()
+    >>> tokens = TrajectoryTokens(np.array([0.0, 1.0]), np.array([0.5, 0.25]), group=0, score_norms=np.zeros(0))
+    >>> generalized_advantages([tokens], gamma=1.0, lambd=1.0)[0].tolist()
     [0.5, 0.75]
     """
     import numpy as np
 
+    rewards, values = [t.rewards for t in trajectories], [t.values for t in trajectories]
     assert [len(r) for r in rewards] == [len(v) for v in values]
     longest = max((len(r) for r in rewards), default=0)
 

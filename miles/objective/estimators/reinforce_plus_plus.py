@@ -1,10 +1,11 @@
 """REINFORCE++: the discounted return of each token, whitened over the step (arXiv 2501.03262)."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from miles.base.flags import Errors
-from miles.objective.estimators.base import Estimator
+from miles.objective.estimators.base import Estimator, TrajectoryTokens
 from miles.objective.estimators.ppo import PpoFlags, generalized_advantages
 from miles.objective.kl import reward_penalty
 from miles.objective.registry import Term
@@ -35,13 +36,12 @@ class ReinforcePlusPlus(Estimator[PpoFlags]):
         text = f"A_t = Σ_k {flags.gamma:g}^k r_(t+k), r_t = [t is last] reward{reward_penalty(flags)}"
         return [Term(text, __name__)]
 
-    def token_advantages(
-        self, flags: PpoFlags, rewards: "Sequence[np.ndarray]", values: "Sequence[np.ndarray]"
-    ) -> "list[np.ndarray]":
+    def token_advantages(self, flags: PpoFlags, trajectories: Sequence[TrajectoryTokens]) -> "list[np.ndarray]":
         """Compute GAE with values of 0 and lambda 1: the discounted return."""
         import numpy as np
 
-        return generalized_advantages(rewards, [np.zeros_like(reward) for reward in rewards], flags.gamma, 1.0)
+        without_critic = [replace(each, values=np.zeros_like(each.rewards)) for each in trajectories]
+        return generalized_advantages(without_critic, flags.gamma, 1.0)
 
 
 ESTIMATOR = ReinforcePlusPlus()

@@ -3,8 +3,7 @@
 from typing import TYPE_CHECKING
 
 from miles.base.flags import Errors
-from miles.objective.advantage_flags import AdvantageFlags
-from miles.objective.estimators.base import Estimator, SampleRewards, less_group_mean
+from miles.objective.estimators.base import AdvantageFlags, Estimator, SampleRewards, less_group_mean
 from miles.objective.kl import reward_penalty
 from miles.objective.registry import Term
 

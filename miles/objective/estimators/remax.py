@@ -1,7 +1,6 @@
 """ReMax: the reward minus the reward of the prompt's greedy response (arXiv 2310.10505)."""
 
-from miles.objective.advantage_flags import AdvantageFlags
-from miles.objective.estimators.base import Estimator, SampleRewards
+from miles.objective.estimators.base import AdvantageFlags, Estimator, SampleRewards
 from miles.objective.registry import Term
 
 

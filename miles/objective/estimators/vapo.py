@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from miles.base.flags import flag
+from miles.objective.estimators.base import TrajectoryTokens
 from miles.objective.estimators.ppo import Ppo, PpoFlags, generalized_advantages
 from miles.objective.kl import reward_penalty
 from miles.objective.registry import Term
@@ -57,12 +58,10 @@ class Vapo(Ppo[VapoFlags]):
         """Return ``--critic-lambd``, by default 1."""
         return 1.0 if flags.critic_lambd is None else float(flags.critic_lambd)
 
-    def token_advantages(
-        self, flags: VapoFlags, rewards: "Sequence[np.ndarray]", values: "Sequence[np.ndarray]"
-    ) -> "list[np.ndarray]":
+    def token_advantages(self, flags: VapoFlags, trajectories: Sequence[TrajectoryTokens]) -> "list[np.ndarray]":
         """Compute GAE, each trajectory with the lambda of its length."""
-        lambdas = [length_adaptive_lambda(len(r), flags.vapo_alpha) for r in rewards]
-        return generalized_advantages(rewards, values, flags.gamma, lambdas)
+        lambdas = [length_adaptive_lambda(len(t.rewards), flags.vapo_alpha) for t in trajectories]
+        return generalized_advantages(trajectories, flags.gamma, lambdas)
 
 
 def length_adaptive_lambda(length: int, alpha: float) -> float:

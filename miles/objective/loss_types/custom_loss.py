@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from miles.base.user_code import import_function
 from miles.objective.adaptive import adaptive_kl_formula
@@ -66,46 +66,28 @@ class CustomLoss(LossType):
         return f"your loss {_path(objective.flags)}"
 
     def language_model_loss(self, objective: Objective, micro: MicroBatch, scores: PolicyScores) -> LossOutput:
-        """Call the function on one micro-batch."""
+        """Call the function on the whole samples of one micro-batch; count the loss once in each context group.
+
+        Some backends need the canary in the graph; its gradient is 0 here.
+        """
         assert scores.entropy is not None, "a custom loss is given the entropy"
-        return custom_loss_function(objective, micro, scores.log_probs, scores.entropy, scores.canary)
+        whole, mask, path = gather_whole(micro), micro.loss_mask == 0, _path(objective.flags)
+        log_probs, entropy = (
+            whole_responses(values.float().masked_fill(mask, 0.0), micro)
+            for values in (scores.log_probs, scores.entropy)
+        )
+        takes_four = WHOLE_LOSS.num_arguments(WHOLE_LOSS.load(path), path) == 4
+        share = import_function(FOUR_ARGUMENTS, WHOLE_LOSS.flag) if takes_four else _of_one
+        total, metrics = share(objective, micro, whole, log_probs, entropy)
+        if scores.canary is not None:
+            total = total + 0.0 * scores.canary
+        counted = {name: count_once(value.detach(), micro) for name, value in {**metrics, "loss": total}.items()}
+        return LossOutput(count_once(total, micro), counted)
 
 
 def _path(flags: LossArguments) -> str:
     assert flags.custom_loss_function_path is not None, "validate() demands --custom-loss-function-path"
     return flags.custom_loss_function_path
-
-
-def custom_loss_function(
-    objective: Objective,
-    micro: MicroBatch,
-    log_probs: torch.Tensor,
-    entropy: torch.Tensor,
-    canary: torch.Tensor | None,
-) -> LossOutput:
-    """Compute ``--loss-type custom_loss`` on whole samples, counted once in each context group.
-
-    Args:
-        objective: The objective, with the flags.
-        micro: The micro-batch.
-        log_probs: Log-probs of the current policy, [R], with a graph.
-        entropy: Its entropy, [R], with a graph.
-        canary: A scalar 0 that some backends need in the graph; its gradient is 0 here.
-    """
-    whole, mask = gather_whole(micro), micro.loss_mask == 0
-    log_probs, entropy = (
-        whole_responses(values.float().masked_fill(mask, 0.0), micro) for values in (log_probs, entropy)
-    )
-    path = _path(objective.flags)
-    takes_four = WHOLE_LOSS.num_arguments(WHOLE_LOSS.load(path), path) == 4
-    share = import_function(FOUR_ARGUMENTS, WHOLE_LOSS.flag) if takes_four else _of_one
-    total, metrics = share(objective, micro, whole, log_probs, entropy)
-    if canary is not None:
-        total = total + 0.0 * canary
-    metrics = {**metrics, "loss": total}
-    return LossOutput(
-        count_once(total, micro), {name: count_once(value.detach(), micro) for name, value in metrics.items()}
-    )
 
 
 def _of_one(
@@ -127,11 +109,6 @@ def _of_one(
     result = function(inputs)
     total, metrics = result if isinstance(result, tuple) else (result, {})
     WHOLE_LOSS.check_tensor(path, total, ())
-    _check_metrics(metrics, names, path)
-    return total, metrics
-
-
-def _check_metrics(metrics: Mapping[str, Any], names: tuple[str, ...], path: str) -> None:
     if set(metrics) != set(names):
         raise ValueError(
             f"{WHOLE_LOSS.flag} {path}: returned the metrics {sorted(metrics)}, and its attribute metrics declares "
@@ -139,6 +116,7 @@ def _check_metrics(metrics: Mapping[str, Any], names: tuple[str, ...], path: str
         )
     for name, value in metrics.items():
         WHOLE_LOSS.check_tensor(path, value, (), f", metric {name}")
+    return total, metrics
 
 
 LOSS_TYPE = CustomLoss()

@@ -1,13 +1,13 @@
 """Several runs compared: differing settings, the first step at which metrics differ, final values, and a page."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from miles.base.flags import count
-from miles.observe.charts import QUESTIONS, charts, evaluation_names, main_metrics, number
+from miles.observe.charts import QUESTIONS, Chart, charts, evaluation_names, main_metrics, number
 from miles.observe.metrics_file import MetricsFile
 from miles.observe.page import MOST_POINTS, setting_text, single_file
 from miles.observe.run_files import METRICS, RunHeader
@@ -102,24 +102,16 @@ class Comparison:
     def page(self) -> bytes:
         """Return the comparison as one HTML file: curves over each other, and the tables."""
         all_names = sorted({name for metrics in self.metrics for name in metrics.names})
-        specs = [
-            chart | {"series": series}
-            for chart in charts(all_names, main_metrics(all_names, self.headers[0].settings))
-            if (series := [s for one in chart["series"] for s in self._series(one, len(chart["series"]) > 1)])
-        ]
-        for chart in specs:
-            chart["is_zero"] = self._is_zero(chart)
         title = " / ".join(self.names)
-        overview = {
-            "revision": "",
-            "title": title,
-            "answer": {"is_learning": None, "sentence": self._sentence(all_names)},
-            "steps": None,
-            "tiles": [],
-            "questions": QUESTIONS,
-            "charts": specs,
-            "tables": self._tables(),
-        }
+        specs = charts_of_several(
+            charts(all_names, main_metrics(all_names, self.headers[0].settings)),
+            self.names,
+            lambda run, name: {"key": f"{run}{_SEPARATOR}{name}"} if name in self.metrics[run].names else {},
+        )
+        for chart in specs:
+            keys = (series["key"].split(_SEPARATOR, 1) for series in chart["series"])
+            chart["is_zero"] = all(self.metrics[int(run)].is_zero(name, chart["least"]) for run, name in keys)
+        overview = overview_of_several(title, self._sentence(all_names), specs, self._tables())
         return single_file(title, {"overview": overview, "metrics": self._points(all_names)})
 
     def _sentence(self, names: Sequence[str]) -> str:
@@ -135,18 +127,6 @@ class Comparison:
         parts.append(f"metrics differ from step {differences[0].step} on" if differences else "no metric differs")
         sentence = "; ".join(parts)
         return f"{sentence[0].upper()}{sentence[1:]}."
-
-    def _is_zero(self, chart: dict[str, Any]) -> bool:
-        keys = (series["key"].split(_SEPARATOR, 1) for series in chart["series"])
-        return all(self.metrics[int(run)].is_zero(name, chart["least"]) for run, name in keys)
-
-    def _series(self, series: dict[str, str], with_label: bool) -> list[dict[str, str]]:
-        own = f" {series['label']}" if with_label else ""
-        return [
-            {"key": f"{number}{_SEPARATOR}{series['key']}", "label": f"{name}{own}"}
-            for number, (name, metrics) in enumerate(zip(self.names, self.metrics, strict=True))
-            if series["key"] in metrics.names
-        ]
 
     def _points(self, names: Sequence[str]) -> dict[str, Any]:
         """Return the points of all runs over the steps of any of them."""
@@ -165,19 +145,55 @@ class Comparison:
         return {"steps": steps, "values": values, "exact": all(answer["exact"] for answer in answers), "last": last}
 
     def _tables(self) -> list[dict[str, Any]]:
+        values, settings = ([[name, *row] for name, row in rows] for rows in (self.final_values(), self.settings()))
         differences = [[d.metric, str(d.step), *map(number, d.values)] for d in self.differences()]
+        none = "None, in the steps that all runs have."
         return [
-            _page_table("Newest values", ["metric", *self.names], _rows(self.final_values())),
-            _page_table(
-                "Settings that differ", ["setting", *self.names], _rows(self.settings()), "No setting differs."
-            ),
-            _page_table(
-                "First step at which metrics differ",
-                ["metric", "step", *self.names],
-                differences,
-                "None, in the steps that all runs have.",
-            ),
+            page_table("Newest values", ["metric", *self.names], values),
+            page_table("Settings that differ", ["setting", *self.names], settings, "No setting differs."),
+            page_table("First step at which metrics differ", ["metric", "step", *self.names], differences, none),
         ]
+
+
+# The page of several runs, or of several variants of a run: the page of a run, whose charts have a curve of each.
+
+
+def overview_of_several(
+    title: str, sentence: str, specs: Sequence[Chart], tables: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return what the page shows at once, as ``RunView.overview`` does for one run."""
+    answer = {"is_learning": None, "sentence": sentence}
+    fixed: dict[str, Any] = {"revision": "", "steps": None, "tiles": [], "questions": QUESTIONS}
+    return {**fixed, "title": title, "answer": answer, "charts": specs, "tables": tables}
+
+
+def charts_of_several(
+    specs: Iterable[Chart], names: Sequence[str], keys: Callable[[int, str], Mapping[str, str]]
+) -> list[Chart]:
+    """Return charts with a curve of each run, without those that no run has.
+
+    Args:
+        specs: The charts of one run.
+        names: The runs as people read them.
+        keys: Returns the keys of a metric's curve by the number of the run; none if the run lacks the metric.
+    """
+    result = []
+    for chart in specs:
+        labelled = len(chart["series"]) > 1
+        series = [
+            {**of_run, "label": f"{name} {one['label']}" if labelled else name}
+            for one in chart["series"]
+            for number, name in enumerate(names)
+            if (of_run := keys(number, one["key"]))
+        ]
+        if series:
+            result.append(chart | {"series": series})
+    return result
+
+
+def page_table(title: str, columns: list[str], rows: list[list[str]], empty: str = "") -> dict[str, Any]:
+    """Return a table of the page; ``empty`` is shown instead if it has no rows."""
+    return {"title": title, "columns": columns, "rows": rows, "note": "" if rows else empty}
 
 
 def differing_settings(
@@ -196,14 +212,6 @@ def differing_settings(
         if len(set(values)) > 1 and (section, name) not in left_out:
             differences.append((f"{section}.{name}", values))
     return differences
-
-
-def _rows(rows: Sequence[tuple[str, list[str]]]) -> list[list[str]]:
-    return [[name, *values] for name, values in rows]
-
-
-def _page_table(title: str, columns: list[str], rows: list[list[str]], empty: str = "") -> dict[str, Any]:
-    return {"title": title, "columns": columns, "rows": rows, "note": "" if rows else empty}
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

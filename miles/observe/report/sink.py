@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 
 from miles.base.disk_faults import WriteFailed
 from miles.config.tracking import TrackingArguments
@@ -35,11 +34,6 @@ class ReportSink:
         if port is not None:
             self._server = _serve(self._folder, port)
             print(f"live report: {self._server.url}")
-
-    @property
-    def url(self) -> str | None:
-        """The address of the page; None if it is not served."""
-        return None if self._server is None else self._server.url
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Note that the run has rows; the page reads them from the files."""
@@ -72,14 +66,6 @@ class ReportSink:
                 print(f"note: {error}; miles report {self._folder} shows the run", file=sys.stderr)
             else:
                 print(f"report: {path}")
-
-    def __enter__(self) -> ReportSink:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _serve(folder: Path, port: int) -> ReportServer:

@@ -16,7 +16,8 @@ from miles.engine.base import Generation
 from miles.rollout.groups import answer_text
 from miles.tasks.data.row import Row
 from miles.tasks.data.settings import DataArguments
-from miles.tasks.data.tokenizer import SpecialTokens, turn_arguments
+from miles.tasks.data.tokenizer import SpecialTokens, files_of, turn_arguments
+from miles.tasks.rewards.answer_text import END_OF_REASONING
 
 if TYPE_CHECKING:
     from miles.tasks.data.images import ImageReader
@@ -49,7 +50,9 @@ class ApiError(Exception):
 # Tool calls in the text of a model, in the form of Hermes and Qwen: ``<tool_call>{json}</tool_call>``.
 
 
-_BLOCK = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_OPEN, _CLOSE = re.compile(r"<tool_call>\s*"), re.compile(r"\s*</tool_call>")
+_DECODER = json.JSONDecoder()
+MOST_CALLS = 1000  # in an answer; each takes time linear in the answer's length
 
 
 @dataclass(frozen=True)
@@ -63,30 +66,55 @@ class ToolCall:
 def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
     """Return the text outside the tool calls, and the calls in order.
 
-    If a block is not a call, nothing is: the whole text is content, so that the program sees the model's output.
+    What the model writes before the end of its reasoning is content. If a block behind that is not a call, nothing is:
+    the whole text is content, so that the program sees the model's output.
 
     >>> parse_tool_calls('Let me see.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     ('Let me see.', [ToolCall(name='add', arguments='{"a": 1}')])
     >>> parse_tool_calls("<tool_call>add 1</tool_call>")
     ('<tool_call>add 1</tool_call>', [])
     """
-    calls = [_call(block) for block in _BLOCK.findall(text)]
-    valid_calls = [call for call in calls if call is not None]
-    if not valid_calls or len(valid_calls) < len(calls):
+    blocks = list(_blocks(text)) if text.count("<tool_call>") <= MOST_CALLS else []
+    reasoned = _outside(text, [block for block in blocks if block[2] is not None], " ").rfind(END_OF_REASONING)
+    blocks = [block for block in blocks if block[0] > reasoned]
+    calls = [call for _, _, call in blocks if call is not None]
+    if not calls or len(calls) < len(blocks):
         return text, []
-    return _BLOCK.sub("", text).strip(), valid_calls
+    return _outside(text, blocks).strip(), calls
+
+
+def _outside(text: str, blocks: Sequence[tuple[int, int, Any]], filler: str = "") -> str:
+    """Return ``text`` with ``filler`` for each character of the blocks."""
+    edges = [(start, end) for start, end, _ in blocks] + [(len(text), len(text))]
+    before = [0, *(end for _, end in edges)]
+    return "".join(text[last:start] + filler * (end - start) for last, (start, end) in zip(before, edges, strict=False))
+
+
+def _blocks(text: str) -> Iterator[tuple[int, int, ToolCall | None]]:
+    """Yield where each block begins and ends, and its call; None if it is closed and not a call."""
+    position, last = 0, text.rfind("</tool_call>")
+    while begins := _OPEN.search(text, position):
+        position, call = begins.end(), None
+        with suppress(ValueError, RecursionError):
+            _, end = _DECODER.raw_decode(text, position)
+            if closes := _CLOSE.match(text, end):
+                call = _call(text[position:end])
+                position = closes.end()
+        if call is not None or last >= position:
+            yield begins.start(), position, call
 
 
 def _call(block: str) -> ToolCall | None:
     try:
-        value: Any = strict_json.loads(block.strip())
+        value: Any = strict_json.loads(block)
     except strict_json.StrictJsonError:
         return None
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
-    arguments = value.get("arguments", {})
+    arguments = value.get("arguments", value.get("parameters"))
     if isinstance(arguments, str):
-        return ToolCall(value["name"], arguments)
+        return ToolCall(value["name"], arguments if arguments.strip() else "{}")
+    arguments = {} if arguments is None else arguments
     return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
 
 
@@ -129,11 +157,6 @@ class ChatRequest:
     stream_usage: bool = False
     sampling: tuple[str, ...] = ()
 
-    @property
-    def keys(self) -> list[str]:
-        """Return a text per message that is equal for equal messages."""
-        return [message_key(message) for message in self.messages]
-
 
 def message_key(message: Message) -> str:
     """Return a text that is equal for messages that say the same.
@@ -166,16 +189,21 @@ def read_request(text: str) -> ChatRequest:
         if name not in _UNUSED | _READ | set(SAMPLING):
             raise ApiError(f"the parameter {one_line(name, 80)} is not known here; leave it out", param=name)
     _refuse_what_is_not_offered(body)
-    streams = _read(body, "stream", bool, False)
     options = _read(body, "stream_options", dict, {})
     tools = _read(body, "tools", list, [])
+    messages = _read(body, "messages", list, [])
+    if not messages:
+        raise ApiError("messages is empty; give one message at least", param="messages")
+    limits = [_read(body, name, int, None) for name in ("max_completion_tokens", "max_tokens") if name in body]
+    for limit in (limit for limit in limits if limit < 1):
+        raise ApiError(f"max_completion_tokens {limit}: must be at least 1", param="max_completion_tokens")
     hidden = body.get("tool_choice") == "none"
     return ChatRequest(
-        messages=_messages(body),
+        messages=read_messages(messages),
         tools=() if hidden else tuple(_tool(tool, number) for number, tool in enumerate(tools)),
-        max_tokens=_max_tokens(body),
+        max_tokens=min(limits, default=None),
         stop=_stop(body),
-        stream=streams,
+        stream=_read(body, "stream", bool, False),
         stream_usage=bool(options.get("include_usage")),
         sampling=tuple(name for name in SAMPLING if name in body),
     )
@@ -202,14 +230,6 @@ def _read(body: dict[str, Any], name: str, kind: type, default: Any) -> Any:
     return value
 
 
-def _max_tokens(body: dict[str, Any]) -> int | None:
-    limits = [_read(body, name, int, None) for name in ("max_completion_tokens", "max_tokens") if name in body]
-    for limit in limits:
-        if limit < 1:
-            raise ApiError(f"max_completion_tokens {limit}: must be at least 1", param="max_completion_tokens")
-    return min(limits, default=None)
-
-
 def _stop(body: dict[str, Any]) -> tuple[str, ...]:
     value = body.get("stop", [])
     stops = [value] if isinstance(value, str) else value
@@ -224,13 +244,6 @@ def _tool(tool: Any, number: int) -> dict[str, Any]:
         raise ApiError(f'tools[{number}]: give {{"type": "function", "function": {{"name": …}}}}', param="tools")
     result: dict[str, Any] = tool
     return result
-
-
-def _messages(body: dict[str, Any]) -> tuple[Message, ...]:
-    messages = _read(body, "messages", list, [])
-    if not messages:
-        raise ApiError("messages is empty; give one message at least", param="messages")
-    return read_messages(messages)
 
 
 def read_messages(messages: Sequence[Any]) -> tuple[Message, ...]:
@@ -411,8 +424,6 @@ class ChatFormat:
         """Return the tokens of rendered messages, and their images."""
         if all(isinstance(message["content"], str) for message in messages):
             return self._token_ids(text, hidden), None
-        from miles.tasks.data.images import files_of
-
         files = files_of(messages)
         with _as_api_error():
             token_ids = self._token_ids(self._images.expand(_ROW, text, files, before), hidden)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from miles.base.text import name_and_words, one_line
+from miles.base.threads import cancel_all
 from miles.base.user_code import UserCodeError, ordinary_errors, while_waiting
 from miles.config.settings import Settings
 from miles.rollout.agents.chat import OUT_OF_ROOM, ApiError, ChatRequest, read_messages
@@ -64,8 +65,7 @@ class EnvironmentGenerator(SessionGenerator):
     async def close(self) -> None:
         """End the trajectories, and the objects that the environments share. Later trajectories are ``ABORTED``."""
         await super().close()
-        close = getattr(self._make, "close", None)
-        if close is not None:
+        if (close := getattr(self._make, "close", None)) is not None:
             await close()
 
     async def _run(self, trajectory: Trajectory) -> list[Sample]:
@@ -87,8 +87,7 @@ class EnvironmentGenerator(SessionGenerator):
             try:
                 with ordinary_errors(""):
                     environment = self._make(trajectory.sample.prompt)
-                fault = self._fault_of(environment)
-                if fault:
+                if fault := self._fault_of(environment):
                     return None, fault
                 server = await self._started() if environment.needs_url else None
                 if server is not None:
@@ -98,8 +97,7 @@ class EnvironmentGenerator(SessionGenerator):
             except Exception as error:  # whatever the environment's code raises
                 return None, _raised(error)
             waiting = [
-                asyncio.ensure_future(time_is_up(session, self._seconds)),
-                asyncio.ensure_future(session.ended.wait()),
+                asyncio.ensure_future(each) for each in (time_is_up(session, self._seconds), session.ended.wait())
             ]
             try:
                 await asyncio.wait([playing, *waiting], return_when=asyncio.FIRST_COMPLETED)
@@ -109,9 +107,7 @@ class EnvironmentGenerator(SessionGenerator):
                     return None, f"took more than {self._seconds:g} s on its own (--agent-timeout)"
                 return _outcome(playing, session)
             finally:
-                for task in (playing, *waiting):
-                    task.cancel()
-                await asyncio.gather(playing, *waiting, return_exceptions=True)
+                await cancel_all((playing, *waiting))
 
     def _fault_of(self, environment: Any) -> str:
         """Return why it cannot be played; it gets the limit of its turns."""

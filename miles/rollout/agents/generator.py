@@ -97,12 +97,8 @@ class SessionGenerator(ABC):
         """Record the calls of ``trajectory`` inside the block. ``close`` ends the session, and waits for the block."""
         if self._chat is None:
             self._chat = ChatFormat(trajectory.tokenizer, self._template_kwargs, self._data)
-        session = Session(
-            trajectory,
-            self._chat,
-            takes_stop_texts=self._takes_stop_texts,
-            stop_text_limits=self._stop_text_limits,
-        )
+        takes, limits = self._takes_stop_texts, self._stop_text_limits
+        session = Session(trajectory, self._chat, takes_stop_texts=takes, stop_text_limits=limits)
         self._sessions.add(session)
         self._nothing_runs.clear()
         try:
@@ -225,14 +221,9 @@ async def run_program(
         for task in copying:
             task.cancel()
         await asyncio.gather(*waiting, *copying, return_exceptions=True)
-    return _end(status, *(output.text for output in outputs))
-
-
-def _end(status: int | None, output: str, errors: str) -> ProgramEnd:
-    lines = [line for line in output.splitlines() if line.strip()]
-    errors = errors.strip()
-    start = "…" if len(errors) > ERROR_SIZE else ""
-    return ProgramEnd(status, lines[-1].strip() if lines else "", start + one_line(errors[-ERROR_SIZE:], ERROR_SIZE))
+    output, errors = (one.end.decode("utf-8", errors="replace").strip() for one in outputs)
+    last_line, start = output.splitlines()[-1:], "…" if len(errors) > ERROR_SIZE else ""
+    return ProgramEnd(status, "".join(last_line).strip(), start + one_line(errors[-ERROR_SIZE:], ERROR_SIZE))
 
 
 async def time_is_up(session: Session, seconds: float) -> None:
@@ -250,12 +241,7 @@ class _Output:
     """The end of a program's output."""
 
     def __init__(self) -> None:
-        self._end = b""
-
-    @property
-    def text(self) -> str:
-        """Return it as text."""
-        return self._end.decode("utf-8", errors="replace")
+        self.end = b""
 
     async def copy(self, pipe: int) -> None:
         """Read ``pipe`` to its end, and close it."""
@@ -265,7 +251,7 @@ class _Output:
         transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), file)
         try:
             while read := await reader.read(MAX_OUTPUT):
-                self._end = (self._end + read)[-MAX_OUTPUT:]
+                self.end = (self.end + read)[-MAX_OUTPUT:]
         finally:
             transport.close()
 
@@ -317,10 +303,8 @@ class AgentGenerator(SessionGenerator):
         if session.refused_for_room:
             if session.has_answered:
                 return ""
-            return (
-                "made no call that was answered: the messages leave no room for an answer "
-                f"(--rollout-max-context-len); {errors}"
-            )
+            reason = "the messages leave no room for an answer (--rollout-max-context-len)"
+            return f"made no call that was answered: {reason}; {errors}"
         if end.status is None:
             return f"took more than {self._seconds:g} s on its own (--agent-timeout); {errors}"
         if end.status == 0 and not session.has_answered:

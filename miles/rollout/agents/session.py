@@ -23,6 +23,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from miles.base.text import one_line
+from miles.base.threads import cancel_all
 from miles.config.components import StopTextLimits
 from miles.engine.base import Generation, GenerationRequest
 from miles.rollout.agents.chat import (
@@ -30,16 +31,14 @@ from miles.rollout.agents.chat import (
     ApiError,
     ChatFormat,
     ChatRequest,
-    Message,
     ToolCall,
     message_key,
     parse_tool_calls,
     read_messages,
 )
 from miles.rollout.groups import STATUS
-from miles.rollout.trajectory import Trajectory
-from miles.types.replay import continued, extended
-from miles.types.sample import NO_WEIGHTS, Sample, SampleStatus
+from miles.rollout.trajectory import Trajectory, extend
+from miles.types.sample import Sample, SampleStatus
 
 if TYPE_CHECKING:
     from miles.types.images import PromptImages
@@ -198,10 +197,7 @@ class Session:
     async def close(self) -> None:
         """End the calls that are being answered. No further one is answered."""
         self.ended.set()
-        tasks = list(self._answering)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(self._answering)
 
     def samples(self, response: str, failure: str = "") -> list[Sample]:
         """Return the samples of the trajectory, in the order of their first calls.
@@ -246,7 +242,8 @@ class Session:
             self.ended.set()
             raise _ended()
         answer = self._read(call, place, generation, number, stop_texts)
-        key = message_key(_as_message(answer))
+        [message] = read_messages([answer.message])
+        key = message_key(message)
         self._turns.setdefault(_digest(digests[-1], key), []).append(turn)
         if answer.tool_calls:
             self._texts[key] = self._chat.text(generation, stop_texts)
@@ -285,7 +282,12 @@ class Session:
         Raises:
             ApiError: There is no room, or the template refuses the messages.
         """
-        messages = [self._as_sampled(message) for message in call.messages]
+        # Answers with tool calls as the text that the model wrote, so that they are rendered identically.
+        texts = [self._texts.get(message_key(each)) if "tool_calls" in each else None for each in call.messages]
+        messages = [
+            message if text is None else {"role": "assistant", "content": text}
+            for message, text in zip(call.messages, texts, strict=True)
+        ]
         for answered in range(len(messages), 0, -1):
             turns = self._turns.get(digests[answered])
             if turns is None:
@@ -323,23 +325,13 @@ class Session:
         self.refused_for_room = False  # the program has found a way to continue
         return _Place(turn, prompt_ids, read, min(in_response, in_context), images)
 
-    def _as_sampled(self, message: Message) -> Message:
-        """Return an answer with tool calls as the text that the model wrote, so that it is rendered identically."""
-        text = self._texts.get(message_key(message)) if "tool_calls" in message else None
-        return message if text is None else {"role": "assistant", "content": text}
-
     async def _generate(self, call: ChatRequest, stop_texts: tuple[str, ...], place: _Place, number: int) -> Generation:
-        sampling = self._trajectory.sampling
-        sampling = replace(
-            sampling,
-            max_new_tokens=min(place.room, call.max_tokens or place.room),
-            stop_texts=stop_texts,
-        )
+        longest = min(place.room, call.max_tokens or place.room)
+        sampling = replace(self._trajectory.sampling, max_new_tokens=longest, stop_texts=stop_texts)
         seeds = (self._trajectory.seed_of_turn(number),)
+        request = GenerationRequest(tuple(place.prompt_ids), seeds, sampling, place.images)
         try:
-            [generation] = await self._trajectory.engine.generate(
-                GenerationRequest(tuple(place.prompt_ids), seeds, sampling, place.images)
-            )
+            [generation] = await self._trajectory.engine.generate(request)
         except Exception as error:  # whatever the engine raises ends the trajectory, as without a program
             self.error = error
             self.ended.set()
@@ -361,15 +353,8 @@ class Session:
             sample = Sample(prompt, self._trajectory.sample.group_index, self._trajectory.sample.trajectory_id)
             if generation.token_ids:
                 self._samples.append((number, sample))
-        read, written = place.read, generation.token_ids
-        before = len(sample.response_ids)
-        support = extended(sample.support, before, None, len(read))
-        sample.support = extended(support, before + len(read), generation.support, len(written))
-        sample.experts = continued(sample.experts, generation.experts)
-        sample.response_ids += [*read, *written]
-        sample.loss_mask += [0] * len(read) + [1] * len(written)
-        sample.rollout_log_probs += [0.0] * len(read) + list(generation.log_probs)
-        sample.weight_versions += [NO_WEIGHTS] * len(read) + generation.token_versions
+        extend(sample, place.read)
+        extend(sample, generation.token_ids, generation)
         sample.status = STATUS[generation.finish_reason]
         return _Turn(sample, len(sample.response_ids), place.images)
 
@@ -380,9 +365,7 @@ class Session:
         content, finish = self._chat.text(generation, stop_texts), str(generation.finish_reason)
         ends = [end for stop in call.stop if (end := content.find(stop)) >= 0]
         content = content[: min(ends)] if ends else content
-        tool_calls: list[ToolCall] = []
-        if call.tools:
-            content, tool_calls = parse_tool_calls(content)
+        content, tool_calls = parse_tool_calls(content) if call.tools else (content, [])
         if tool_calls and finish == "stop":
             finish = "tool_calls"
         sizes = len(place.prompt_ids), len(generation.token_ids)
@@ -393,17 +376,11 @@ def _ended() -> ApiError:
     return ApiError("the trajectory has ended, and no further call is answered", status=503)
 
 
-def _as_message(answer: Answer) -> Message:
-    """Return the message of an answer as ``read_request`` would read it."""
-    [message] = read_messages([answer.message])
-    return message
-
-
 def _digests(call: ChatRequest) -> list[bytes]:
     """Return a digest of the tools with each beginning of the messages: 0, 1, … all of them."""
     digests = [_digest(b"", repr(call.tools))]
-    for key in call.keys:
-        digests.append(_digest(digests[-1], key))
+    for message in call.messages:
+        digests.append(_digest(digests[-1], message_key(message)))
     return digests
 
 

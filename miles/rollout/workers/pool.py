@@ -25,29 +25,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from miles.base.profiling import ProcessTrace
+from miles.base.threads import cancel_all
 from miles.engine.base import SenderConfig, SharesServers
 from miles.rollout.groups import GroupSpec, GroupTools, ProducedGroup
 from miles.rollout.interruptible_engine import InterruptibleEngine
-from miles.rollout.workers.messages import (
-    Answered,
-    Ask,
-    Cancel,
-    Checked,
-    CheckServers,
-    Failed,
-    GeneratorParts,
-    Hold,
-    Made,
-    Produce,
-    Produced,
-    Question,
-    Show,
-    decode,
-    decode_error,
-    encode,
-    encode_error,
-    unpack,
-)
+from miles.rollout.workers import messages
 from miles.types.sample import PromptGroup
 
 START_TRIES = 3  # in a row, of one worker
@@ -66,23 +48,18 @@ class WorkerProcess(Protocol):
 
     async def prepare(self) -> None:
         """Wait until the worker is built. Raises ``ValueError`` and the like if it cannot be."""
-        ...
 
     async def deliver(self, sent: bytes) -> None:
         """Have it take messages in; ``GenerationWorker.deliver``."""
-        ...
 
     async def collect(self) -> bytes:
         """Return its messages; ``GenerationWorker.collect``."""
-        ...
 
     async def close(self) -> None:
         """Have it stop what runs, and end it."""
-        ...
 
     def kill(self) -> None:
         """End it at once, whatever it does."""
-        ...
 
 
 StartWorker = Callable[[int, SenderConfig], WorkerProcess]  # start worker ``number``, with a way to the servers
@@ -95,7 +72,7 @@ class _Order:
     ticket: int
     drawn: PromptGroup
     spec: GroupSpec
-    kind: GeneratorParts
+    kind: messages.GeneratorParts
     result: asyncio.Future[ProducedGroup]
     losses: int = 0  # workers that were lost with it
 
@@ -124,10 +101,10 @@ class _Worker:
         self.send(delivered)
         return delivered
 
-    def answer_to(self, number: int, question: Question) -> asyncio.Future[Any]:
+    def answer_to(self, number: int, question: messages.Question) -> asyncio.Future[Any]:
         """Ask; return the future answer."""
         self.answers[number] = asyncio.get_running_loop().create_future()
-        self.send(Ask(number, question))
+        self.send(messages.Ask(number, question))
         return self.answers[number]
 
     async def deliver(self) -> None:
@@ -145,51 +122,51 @@ class _Worker:
                     if not future.done():
                         future.set_result(0)
 
-    def _encode(self, messages: list[Any]) -> bytes:
-        """Return the messages as sent, the orders of one kind together: they share a specification."""
+    def _encode(self, batch: list[Any]) -> bytes:
+        """Return messages as sent, the orders of one kind together: they share a specification."""
         sent: list[Any] = []
 
-        def is_order(message: Any) -> tuple[int, GeneratorParts] | None:
+        def is_order(message: Any) -> tuple[int, messages.GeneratorParts] | None:
             return (id(message.spec), message.kind) if isinstance(message, _Order) else None
 
-        for key, batch in itertools.groupby(messages, is_order):
+        for key, alike in itertools.groupby(batch, is_order):
             if key is None:
-                sent += batch
+                sent += alike
                 continue
-            orders = [order for order in batch if order.ticket in self.orders]  # others were withdrawn since
+            orders = [order for order in alike if order.ticket in self.orders]  # others were withdrawn since
             if orders:
                 spec = replace(orders[0].spec, group_filter=None, scored=None)
-                sent.append(Produce(spec, key[1], tuple((order.ticket, order.drawn) for order in orders)))
-        return encode(sent, "a prompt")
+                sent.append(messages.Produce(spec, key[1], tuple((order.ticket, order.drawn) for order in orders)))
+        return messages.encode(sent, "a prompt")
 
-    async def collect(self, check_servers: Callable[[CheckServers], object]) -> None:
+    async def collect(self, check_servers: Callable[[messages.CheckServers], object]) -> None:
         """Receive its messages; pass on those that ask for a check of the servers."""
         while True:
-            for message in decode(await self.process.collect()):
+            for message in messages.decode(await self.process.collect()):
                 match message:
-                    case Produced():
+                    case messages.Produced():
                         self._take_in(message)
-                    case Failed():
-                        self._settle(message.ticket, decode_error(message.error))
-                    case Answered():
+                    case messages.Failed():
+                        self._settle(message.ticket, messages.decode_error(message.error))
+                    case messages.Answered():
                         answer = self.answers.pop(message.number)
                         if not answer.done():
                             answer.set_result(message.value)
-                    case CheckServers():
+                    case messages.CheckServers():
                         check_servers(message)
                     case _:
                         raise AssertionError(f"a message of type {type(message).__name__}")
 
-    def _take_in(self, message: Produced) -> None:
+    def _take_in(self, message: messages.Produced) -> None:
         order = self.orders.get(message.ticket)
         if order is None:  # withdrawn meanwhile
             return
-        made: Made = decode(message.made)
+        made: messages.Made = messages.decode(message.made)
         if made.metadata is not None:
             metadata = order.drawn.prompt.metadata
             metadata.clear()
             metadata.update(made.metadata)
-        produced = unpack(made.packed, order.drawn.prompt)
+        produced = messages.unpack(made.packed, order.drawn.prompt)
         try:
             if made.is_reported and order.spec.scored is not None:
                 order.spec.scored(produced.group)
@@ -247,7 +224,7 @@ class _Orders:
             self._waiting.remove(order)
         for worker in self._workers.values():
             if worker.orders.pop(order.ticket, None) is not None:
-                worker.send(Cancel((order.ticket,)))
+                worker.send(messages.Cancel((order.ticket,)))
 
     def fail(self, error: Exception, lost: Iterable[_Order] = ()) -> None:
         """Raise ``error`` from every call of ``WorkerPool.produce``, now and later; ``lost`` are with no worker."""
@@ -302,9 +279,7 @@ class WorkerPool:
         try:
             await asyncio.gather(*starts)
         except BaseException:
-            for start in starts:
-                start.cancel()
-            await asyncio.gather(*starts, return_exceptions=True)
+            await cancel_all(starts)
             await self.close()
             raise
 
@@ -325,9 +300,9 @@ class WorkerPool:
                 raise
         worker = _Worker(name, process)
         self._workers[number] = worker
-        worker.send(Show(self._seen))
+        worker.send(messages.Show(self._seen))
         if self._holds:
-            worker.send(Hold(True))
+            worker.send(messages.Hold(True))
         collect = worker.collect(lambda message: self._keep(self._check_servers(worker, message)))
         for work in (worker.deliver(), collect):
             worker.tasks.append(self._keep(self._guarded(number, worker, work)))
@@ -339,7 +314,7 @@ class WorkerPool:
         """Do the same as ``produce_group``, in a worker. Of ``tools``, the workers have their own."""
         if self._orders.failure is not None:
             raise self._orders.failure
-        kind = GeneratorParts(
+        kind = messages.GeneratorParts(
             filters=spec.group_filter is not None,
             shows=spec.scored is not None,
             taught=tools.teacher is not None,
@@ -353,13 +328,13 @@ class WorkerPool:
             self._orders.withdraw(order)
             raise
 
-    async def _check_servers(self, worker: _Worker, asked: CheckServers) -> None:
+    async def _check_servers(self, worker: _Worker, asked: messages.CheckServers) -> None:
         error = None
         try:
             await self._engine.check_servers()
         except Exception as failure:  # the worker's request fails with it
-            error = encode_error(failure, "the rollout process")
-        worker.send(Checked(asked.number, error))
+            error = messages.encode_error(failure, "the rollout process")
+        worker.send(messages.Checked(asked.number, error))
 
     # Losses
 
@@ -404,18 +379,18 @@ class WorkerPool:
     async def show(self, state: Any) -> None:
         """Tell every worker about the engine's servers; ``RemoteSenders.show``."""
         self._seen = state
-        await self._tell(Show(state))
+        await self._tell(messages.Show(state))
 
     async def hold(self) -> None:
         """Have every worker begin no interruptible request, and return when each knows it."""
         self._holds = True
-        await self._tell(Hold(True))
+        await self._tell(messages.Hold(True))
 
     def release(self) -> None:
         """Have every worker continue."""
         self._holds = False
         for worker in self._workers.values():
-            worker.send(Hold(False))
+            worker.send(messages.Hold(False))
 
     async def _tell(self, message: Any) -> None:
         """Return when every worker has taken the message in, or is lost: its successor begins with the newest."""
@@ -424,21 +399,21 @@ class WorkerPool:
 
     async def abort_all(self) -> None:
         """Have every worker end its requests; ``RemoteSenders.abort_all``."""
-        await self._ask(Question.ABORTED)
+        await self._ask(messages.Question.ABORTED)
 
     async def in_flight(self) -> int:
         """Return how many requests all workers have in flight."""
-        return sum(await self._ask(Question.IN_FLIGHT))
+        return sum(await self._ask(messages.Question.IN_FLIGHT))
 
     async def start_profile(self) -> None:
         """Have every worker record its work."""
-        await self._ask(Question.RECORD)
+        await self._ask(messages.Question.RECORD)
 
     async def stop_profile(self) -> list[ProcessTrace]:
         """Return the recording of each worker; nothing of one that replaced another meanwhile."""
-        return [trace for trace in await self._ask(Question.RECORDED) if isinstance(trace, ProcessTrace)]
+        return [trace for trace in await self._ask(messages.Question.RECORDED) if isinstance(trace, ProcessTrace)]
 
-    async def _ask(self, question: Question) -> list[Any]:
+    async def _ask(self, question: messages.Question) -> list[Any]:
         workers = sorted(self._workers.items())  # they were added as their processes became ready
         return list(await asyncio.gather(*(worker.answer_to(next(self._questions), question) for _, worker in workers)))
 
@@ -458,10 +433,7 @@ class WorkerPool:
         self._orders.cancel()
         workers = list(self._workers.values())
         self._workers.clear()
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(self._tasks)
         await asyncio.gather(*(worker.process.close() for worker in workers), return_exceptions=True)
 
 

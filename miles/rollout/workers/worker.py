@@ -10,6 +10,7 @@ from typing import Any
 
 from miles.base.host import memory_limit
 from miles.base.profiling import Recorder, span
+from miles.base.threads import cancel_all
 from miles.base.tokenizer import load_tokenizer
 from miles.base.user_code import limit_calls
 from miles.config.settings import Settings
@@ -18,25 +19,7 @@ from miles.rollout.chosen_generator import get_group_generator, session_generato
 from miles.rollout.filters import load_group_filter
 from miles.rollout.groups import GroupTools, produce_group
 from miles.rollout.interruptible_engine import InterruptibleEngine
-from miles.rollout.workers.messages import (
-    Answered,
-    Ask,
-    Cancel,
-    Checked,
-    CheckServers,
-    Failed,
-    Hold,
-    Made,
-    Produce,
-    Produced,
-    Question,
-    Show,
-    decode,
-    decode_error,
-    encode,
-    encode_error,
-    pack,
-)
+from miles.rollout.workers import messages
 from miles.tasks.rewards.registry import get_reward_function
 from miles.types.sample import PromptGroup
 
@@ -88,12 +71,6 @@ def pickled(tokenizer: Any) -> bytes | None:
         return None
 
 
-def _tokenizer_of(plan: WorkerPlan) -> Any:
-    if plan.tokenizer is not None:
-        return pickle.loads(plan.tokenizer)
-    return load_tokenizer(str(plan.settings.model.hf_checkpoint))
-
-
 class OnlyGenerates:
     """The engine as code in a worker sees it: the rest belongs to the rollout process."""
 
@@ -136,10 +113,11 @@ class GenerationWorker:
         self._teacher = connect_teacher(settings, plan.share)
         self._sender = plan.sender_config.open(plan.share(plan.sender_config.requests), self._check_servers)
         engine: Any = OnlyGenerates(self._sender)
+        folder, tokenizer = str(settings.model.hf_checkpoint), plan.tokenizer
         self._interruptible = InterruptibleEngine(engine)
         self._tools = GroupTools(
             engine,
-            _tokenizer_of(plan),
+            load_tokenizer(folder) if tokenizer is None else pickle.loads(tokenizer),
             self._agents or get_group_generator(rollout),
             get_reward_function(reward, memory_limit(reward.reward_memory) // workers, plan.share),
             reward.reward_error_value,
@@ -161,34 +139,34 @@ class GenerationWorker:
     def deliver(self, sent: bytes) -> None:
         """Take in messages, and start the work that they ask for."""
         with span("take messages in"):
-            for message in decode(sent):
+            for message in messages.decode(sent):
                 self._take(message)
 
     def _take(self, message: Any) -> None:
         match message:
-            case Produce():
+            case messages.Produce():
                 self._begin(message)
-            case Cancel():
+            case messages.Cancel():
                 for ticket in message.tickets:
                     if ticket in self._producing:
                         self._producing[ticket].cancel()
-            case Show():
+            case messages.Show():
                 self._sender.show(message.servers)
-            case Hold():
+            case messages.Hold():
                 if message.on:
                     self._interruptible.hold()
                 else:
                     self._interruptible.continue_generation()
-            case Ask():
+            case messages.Ask():
                 self._keep(self._answer(message))
-            case Checked():
+            case messages.Checked():
                 checked = self._checks.pop(message.number)
                 if checked.cancelled():
                     return
                 if message.error is None:
                     checked.set_result(None)
                 else:
-                    checked.set_exception(decode_error(message.error))
+                    checked.set_exception(messages.decode_error(message.error))
             case _:
                 raise AssertionError(f"a message of type {type(message).__name__}")
 
@@ -202,17 +180,17 @@ class GenerationWorker:
         self._news.clear()
         self._hurry.clear()
         with span("encode messages"):
-            return encode(ready)
+            return messages.encode(ready)
 
     def _send(self, message: Any) -> None:
         self._out.append(message)
         self._news.set()
-        if not isinstance(message, Produced) or len(self._out) >= ENOUGH or not self._producing:
+        if not isinstance(message, messages.Produced) or len(self._out) >= ENOUGH or not self._producing:
             self._hurry.set()
 
     # Groups
 
-    def _begin(self, order: Produce) -> None:
+    def _begin(self, order: messages.Produce) -> None:
         for ticket, drawn in order.drawn:
             task = asyncio.ensure_future(self._produce(ticket, drawn, order))
             self._producing[ticket] = task
@@ -221,7 +199,7 @@ class GenerationWorker:
     def _gone(self, ticket: int, task: asyncio.Task[None]) -> None:
         self._producing.pop(ticket, None)  # it is still there if it was cancelled before it began
 
-    async def _produce(self, ticket: int, drawn: PromptGroup, order: Produce) -> None:
+    async def _produce(self, ticket: int, drawn: PromptGroup, order: messages.Produce) -> None:
         scored: list[PromptGroup] = []
         kind = order.kind
         spec = replace(
@@ -236,37 +214,37 @@ class GenerationWorker:
         )
         metadata, what = drawn.prompt.metadata, f"group {drawn.group_index} ({drawn.prompt.source})"
         try:
-            before = encode(metadata, what)
+            before = messages.encode(metadata, what)
             produced = await produce_group(drawn, tools, spec)
             with span("pack a group"):
-                changed = encode(metadata, what) != before
-                made = Made(pack(produced, drawn.prompt), bool(scored), metadata if changed else None)
-                message: Any = Produced(ticket, encode(made, what))
+                changed = messages.encode(metadata, what) != before
+                made = messages.Made(messages.pack(produced, drawn.prompt), bool(scored), metadata if changed else None)
+                message: Any = messages.Produced(ticket, messages.encode(made, what))
         except Exception as error:  # whatever user code raises
-            message = Failed(ticket, encode_error(error, self._name))
+            message = messages.Failed(ticket, messages.encode_error(error, self._name))
         finally:
             self._producing.pop(ticket, None)
         self._send(message)
 
     # The questions that the engine's owner and this process ask each other
 
-    async def _answer(self, ask: Ask) -> None:
+    async def _answer(self, ask: messages.Ask) -> None:
+        answer: Any = 0
         match ask.question:
-            case Question.ABORTED:
+            case messages.Question.ABORTED:
                 await self._sender.abort_all()
-                self._send(Answered(ask.number, 0))
-            case Question.IN_FLIGHT:
-                self._send(Answered(ask.number, self._sender.in_flight))
-            case Question.RECORD:
+            case messages.Question.IN_FLIGHT:
+                answer = self._sender.in_flight
+            case messages.Question.RECORD:
                 self._recorder.start()
-                self._send(Answered(ask.number, 0))
-            case Question.RECORDED:
-                self._send(Answered(ask.number, self._recorder.stop()))
+            case messages.Question.RECORDED:
+                answer = self._recorder.stop()
+        self._send(messages.Answered(ask.number, answer))
 
     async def _check_servers(self) -> None:
         number = next(self._numbers)
         self._checks[number] = asyncio.get_running_loop().create_future()
-        self._send(CheckServers(number))
+        self._send(messages.CheckServers(number))
         await self._checks[number]
 
     def _keep(self, work: Any) -> None:
@@ -278,10 +256,7 @@ class GenerationWorker:
         """Stop all activity: programs, requests, connections. No call may follow."""
         if self._agents is not None:
             await self._agents.close()
-        tasks = [*self._producing.values(), *self._others]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all([*self._producing.values(), *self._others])
         if self._teacher is not None:
             await self._teacher.close()
         await self._sender.close()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import os
 import sys
 import threading
@@ -19,13 +18,14 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, overload
 
 import miles
 from miles.base.flags import FlagError
+from miles.base.processes import pool_of
 from miles.base.text import InputError
 from miles.tasks.data.row import Notes, Row, Rows, state_of
 from miles.types.sample import Prompt
@@ -91,7 +91,6 @@ class Make(Protocol[P_co]):
 
     def __call__(self, rows: Sequence[Row], notes: Notes, is_exact: bool) -> Sequence[P_co | InputError]:
         """Return one for each row; without tokens if they are certainly few enough, unless it ``is_exact``."""
-        ...
 
 
 def check_rows(source: str, rows: Rows, make: Make[P], is_long: Callable[[P], bool], key: str) -> RowsVerdict:
@@ -174,9 +173,11 @@ def _workers(check: Callable[[int], RowsVerdict], rows: int) -> Iterator[Iterabl
         yield map(check, starts)
         return
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive the fork
-    context = multiprocessing.get_context("fork")
-    with context.Pool(min(MOST_PROCESSES, len(os.sched_getaffinity(0))), _be_worker, [check]) as pool:
-        yield pool.imap(_checked, starts)
+    pool = pool_of(min(MOST_PROCESSES, len(os.sched_getaffinity(0))), "fork", partial(_be_worker, check))
+    try:
+        yield pool.map(_checked, starts)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def may_fork() -> bool:

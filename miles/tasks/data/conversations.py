@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from miles.base.flags import FlagError
@@ -137,6 +138,7 @@ class _Reader:
 
 _LIMITS = "--rollout-max-context-len, --rollout-max-response-len or --rollout-max-prompt-len"
 _NO_END = "the chat template writes no token that ends the turn of a trained message, so none is trained on"
+_LEFT_OUT = "the chat template leaves out a part of a trained message, so that this part is not trained on"
 _NO_OBJECT = "the metadata, column --metadata-key, is no object, and is left out"
 
 
@@ -145,7 +147,8 @@ def _joined(message: Any, data: DataArguments) -> Any:
     content = message.get("content") if isinstance(message, dict) else None
     if not isinstance(content, list) or message.get("role") not in data.sft_roles:
         return message
-    texts = [part["text"] for part in content if part["type"] == "text"]
+    parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
+    texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
     return message | {"content": "".join(texts)} if len(texts) == len(content) else message
 
 
@@ -157,20 +160,21 @@ def _read(
         row.refuse("--loss-type sft_loss trains on a list of chat messages; give one, with the roles and the contents")
     messages = [_joined(message, data) for message in renderer.with_images(row, messages)]
     text = renderer.render_conversation(row, messages)
-    rendered: dict[tuple[int, str, bool], str] = {}
+    rendered = {(tuple(map(written_text, messages)), False): text}
 
     def render(part: Sequence[dict[str, Any]], opens_turn: bool) -> str:
-        key = len(part), written_text(part[-1]), opens_turn  # all parts begin as the conversation does
+        key = tuple(map(written_text, part)), opens_turn  # all parts are a beginning of the conversation, or all of it
         if key not in rendered:
             rendered[key] = renderer.render_conversation(row, part, opens_turn)
         return rendered[key]
 
-    spans, has_ends = list[tuple[int, int]](), True
+    spans, has_ends, is_whole = list[tuple[int, int]](), True, True
     for number, message in enumerate(messages):
         if message["role"] in data.sft_roles:
             if isinstance(message.get("content"), list):
                 row.refuse(f"message {number + 1}: is trained on and has an image; write its text alone")
-            start, end = _span(row, render, messages, number, text)
+            start, end = _span(row, render, messages, number, tokenizer)
+            is_whole &= _is_written(message, text[spans[-1][1] if spans else 0 : end])
             if not renderer.ends_turn(text[start:end], message):
                 ending = next_added_token(tokenizer, text, end)  # the next role's token ends the turn
                 if number + 1 == len(messages) and message["role"] == "assistant":
@@ -181,6 +185,8 @@ def _read(
             spans.append((start, end))
     if not has_ends:
         notes.add(_NO_END, row.where)
+    if not is_whole:
+        notes.add(_LEFT_OUT, row.where)
     if not spans:
         row.refuse(f"no message has a role of --sft-roles {' '.join(data.sft_roles)}; correct or remove the row")
     encoded: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -192,7 +198,7 @@ def _read(
     first, last = mask.index(1), len(mask) - mask[::-1].index(1)
     if first == 0:
         row.refuse("the first token is trained on, and nothing predicts it; put a message before it")
-    metadata = row.columns.get(data.metadata_key)
+    metadata = row.find(data.metadata_key)
     if metadata is not None and not isinstance(metadata, dict):
         notes.add(_NO_OBJECT, row.where)
     return Conversation(
@@ -207,44 +213,56 @@ def _read(
     )
 
 
-def _span(row: Row, render: Render, messages: Sequence[dict[str, Any]], number: int, text: str) -> tuple[int, int]:
-    """Return the span of the message at ``number`` in ``text``: its content and the end of its turn.
+def _span(
+    row: Row, render: Render, messages: Sequence[dict[str, Any]], number: int, tokenizer: PreTrainedTokenizerBase
+) -> tuple[int, int]:
+    """Return the span of the message at ``number`` in the conversation's text: its content and the end of its turn.
 
     The messages before it, rendered alone, end at its first character; with it, they end at its last one. A template
-    may write earlier turns in another way than the last one (without the reasoning, say). Such a message is searched
-    for together with the end of its turn, because a short content may be part of a header too.
+    may write a turn in another way if it is not the last one (without the reasoning, or with another end), or open it
+    in another way than it writes it. Then a mark is rendered instead of the content, and its place is the content's.
     """
-    message = messages[number]
-    before = render(messages[:number], message["role"] == "assistant") if number else ""
+    message, text = messages[number], render(messages, False)
+    opened = render(messages[:number], message["role"] == "assistant") if number else ""
     through = render(messages[: number + 1], False)
-    if text.startswith(through) and through.startswith(before):
-        return len(before), len(through.rstrip())
-    content = written_text(message).strip()
-    whole = content + _end_of_turn(render, messages, number)
-    start = text.find(whole, _place(render, messages, number, text))
-    if start < 0 or not content:
+    if text.startswith(through) and through.startswith(opened):
+        return len(opened), len(through.rstrip())
+    content = written_text(message)
+    before = _shared(tokenizer, render(messages[:number], False), text) if number else 0
+    shared = _shared(tokenizer, opened, text)  # text between header and content belongs to the message
+    if text.startswith(through) and shared > before and _is_written({"content": content}, through[before:]):
+        return shared, len(through.rstrip())
+    head, tail = _around(render, messages, number)
+    last_head, last_tail = _around(render, messages[: number + 1], number)
+    if not content.strip():  # a template may put white space between content and calls
+        tail, last_tail = tail.lstrip(), last_tail.lstrip()
+    start, middle = len(head), len(text) - len(tail)
+    end = middle + len(tail[: _shared(tokenizer, last_tail, tail)].rstrip())
+    is_there = text.startswith(head) and text.endswith(tail) and text[start:middle].strip() == content.strip()
+    if start > middle or not is_there or not _is_written(message, text[start:end]):
         row.refuse(
             f"the chat template changes message {number + 1}, so its tokens are not known; shorten the "
             "conversation so that it is the last message, or correct the template"
         )
-    return start, start + len(whole)
+    return (shared if head == last_head and shared > before else start), end
 
 
-def _end_of_turn(render: Render, messages: Sequence[dict[str, Any]], number: int) -> str:
-    """Return the template's text after the content of a last message, without white space at its end."""
+def _is_written(message: Mapping[str, Any], text: str) -> bool:
+    """Return whether the content and the calls of a message are in ``text``, whatever the white space."""
+    calls = [call.get("function", call)["name"] for call in message.get("tool_calls") or ()]
+    return "".join(written_text(message).split()) in "".join(text.split()) and all(name in text for name in calls)
+
+
+def _around(render: Render, messages: Sequence[dict[str, Any]], number: int) -> tuple[str, str]:
+    """Return the template's text before and after the content of a message."""
     marked = {**messages[number], "content": _MARK}
-    return render((*messages[:number], marked), False).rpartition(_MARK)[2].rstrip()
+    head, _, tail = render((*messages[:number], marked, *messages[number + 1 :]), False).partition(_MARK)
+    return head, tail
 
 
-def _place(render: Render, messages: Sequence[dict[str, Any]], number: int, text: str) -> int:
-    """Return a position in ``text`` after the turns of the messages before ``number``."""
-    position = 0
-    for earlier, message in enumerate(messages[:number]):
-        content = written_text(message).strip()
-        try:
-            whole = content + _end_of_turn(render, messages, earlier)
-        except InputError:  # some templates refuse a conversation without a user, as far as the system's message
-            whole = content
-        place = text.find(whole, position) if content else -1
-        position = place + len(whole) if place >= 0 else position
-    return position
+def _shared(tokenizer: PreTrainedTokenizerBase, one: str, other: str) -> int:
+    """Return how many characters the tokens have with which two texts begin alike."""
+    first, second = (tokenizer(text, add_special_tokens=False, return_offsets_mapping=True) for text in (one, other))
+    pairs: Any = zip(first["input_ids"], second["input_ids"], first["offset_mapping"], strict=False)
+    alike = [span[1] for _, _, span in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+    return int(alike[-1]) if alike else 0

@@ -19,15 +19,12 @@ class DataSource(Protocol):
 
     def draw(self, n: int) -> Sequence[Mapping[str, Any]]:
         """Return the next ``n`` rows: objects with the columns of ``--input-key`` and the like."""
-        ...
 
     def state(self) -> Mapping[str, Any]:
         """Return the position, in plain values that JSON can hold."""
-        ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a position."""
-        ...
 
 
 class CustomStream(TrainingStream):

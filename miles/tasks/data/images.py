@@ -18,8 +18,8 @@ from urllib.parse import unquote, urlsplit
 
 from miles.base.flags import json_object
 from miles.base.text import one_line
-from miles.models.images import bounded, expansions, load_processor, size_of, vision_family
-from miles.models.reading import read_config
+from miles.models.images import bounded, expansions, load_processor, size_of
+from miles.models.reading import WITH_IMAGES, read_config
 from miles.tasks.data.row import Row, state_of
 from miles.tasks.data.settings import HUGGING_FACE, DataArguments
 from miles.types.images import PromptImages
@@ -66,7 +66,7 @@ class ImageReader:
             kind = str(read_config(model).model_type)
         except (OSError, ValueError):  # a tokenizer alone
             return None
-        return cls(data, model) if vision_family(kind) is not None else None
+        return cls(data, model) if kind in WITH_IMAGES else None
 
     @property
     def template(self) -> str | None:
@@ -249,12 +249,6 @@ class ImageReader:
 
 
 _LONGEST_PATH, _SHORTEST_BASE64 = 4096, 64
-
-
-def files_of(messages: Sequence[Any]) -> list[ImageFile]:
-    """Return the images of messages that ``ImageReader.messages`` has read, in order."""
-    contents = (message["content"] for message in messages if isinstance(message.get("content"), list))
-    return [part["image"] for content in contents for part in content if part["type"] == "image"]
 
 
 def _folder(row: Row) -> Path:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from miles.base.flags import FlagError
 from miles.base.text import InputError
 from miles.base.tokenizer import load_tokenizer
-from miles.tasks.data import reasoning_gym_task, verifiers_task
 from miles.tasks.data.checked_rows import PromptSet, RowsVerdict, caught, check_rows, name_of, verdict_key
 from miles.tasks.data.row import Notes, Row, Rows
 from miles.tasks.data.settings import DataArguments, of_rows
@@ -71,12 +70,9 @@ def load_prompts(
         FlagError: For malformed rows, naming file and line, and for a source without prompts.
     """
     rows = open_rows(source)
-    for own in (reasoning_gym_task, verifiers_task):
-        if source.startswith(own.SCHEME):
-            columns = _Columns(own.INPUT, own.LABEL, own.METADATA, label_may_be_null=True)
-            break
-    else:
-        columns = _Columns(input_key or data.input_key, label_key or data.label_key, data.metadata_key)
+    columns = _Columns(input_key or data.input_key, label_key or data.label_key, data.metadata_key)
+    if rows.columns is not None:
+        columns = _Columns(*rows.columns, label_may_be_null=True)
     labels_optional = reward is not None and reward.labels_optional
     if labels_optional:  # if no row has one, the first is refused: the key is a wrong one
         has_any = columns.label is None or any(_has_label(row, columns) for row in _readable(rows))
@@ -276,7 +272,7 @@ def _value(row: Row, label: Any, columns: _Columns) -> str | int | float:
 
 
 def _metadata(row: Row, key: str) -> dict[str, Any]:
-    metadata = row.columns.get(key)
+    metadata = row.find(key)
     if metadata is None:  # Parquet stores null if a row has no value
         return {}
     if not isinstance(metadata, dict):

@@ -7,12 +7,7 @@ from importlib.metadata import version
 
 from miles.base.text import InputError, name_and_words, one_line
 from miles.tasks.data.row import LONGEST_MESSAGE, Row, Rows
-from miles.tasks.data.settings import REASONING_GYM as SCHEME
 from miles.tasks.data.settings import read_task
-
-__all__ = ["INPUT", "LABEL", "METADATA", "SCHEME", "GymTask"]
-
-INPUT, LABEL, METADATA = "question", "answer", "metadata"
 
 
 class GymTask(Rows):
@@ -22,6 +17,8 @@ class GymTask(Rows):
     all, others by task; values are numbers, true, false or text. The task's scorer needs the metadata,
     ``{"reasoning_gym": {"task", "options", "entry"}}``. Each entry is made from its index when it is asked for.
     """
+
+    columns = ("question", "answer", "metadata")
 
     def __init__(self, source: str) -> None:
         """Make the task; raise ``InputError`` for an unknown one, or an unknown setting."""
@@ -53,8 +50,8 @@ class GymTask(Rows):
                 yield error
                 continue
             origin = {"task": self._name, "options": self._options, "entry": entry}
-            columns = {INPUT: entry["question"], LABEL: entry["answer"], METADATA: {"reasoning_gym": origin}}
-            yield Row(f"{self._source}:{index + 1}", columns)
+            values = (entry["question"], entry["answer"], {"reasoning_gym": origin})
+            yield Row(f"{self._source}:{index + 1}", dict(zip(self.columns, values, strict=True)))
 
 
 @contextmanager

@@ -48,9 +48,12 @@ class Rows(ABC):
 
     Attributes:
         content: A hash of the rows' content; empty if it is not known, so that no verdict about them is remembered.
+        columns: The columns of prompt, label and metadata, whatever flags name, of rows whose labels may be null; None
+            if flags name them.
     """
 
     content: str = ""
+    columns: tuple[str, str, str] | None = None
 
     @abstractmethod
     def __len__(self) -> int:

@@ -27,8 +27,9 @@ from miles.base.text import InputError, one_line
 from miles.tasks.data.reasoning_gym_task import GymTask
 from miles.tasks.data.row import LONGEST_MESSAGE, Row, Rows
 from miles.tasks.data.settings import HUGGING_FACE, REASONING_GYM, SOURCES
-from miles.tasks.data.verifiers_task import SCHEME as VERIFIERS
-from miles.tasks.data.verifiers_task import read_verifiers
+from miles.tasks.environments.verifiers_tasks import METADATA as ORIGIN
+from miles.tasks.environments.verifiers_tasks import SCHEME as VERIFIERS
+from miles.tasks.environments.verifiers_tasks import read_tasks
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -231,10 +232,19 @@ def _leave_encoded(feature: Any) -> None:
 
 
 class _Verifiers(Rows):
-    """The tasks of a set, which its library has made at once."""
+    """The tasks of a set, which its library has made at once: prompts and metadata, without labels.
+
+    ``--environment verifiers`` needs the metadata to find the task again.
+    """
+
+    columns = ("prompt", "label", "metadata")
 
     def __init__(self, source: str) -> None:
-        self._rows = list(read_verifiers(source))
+        """Make the tasks of ``verifiers:TASKSET[:key=value,...]``. Raises ``InputError`` as ``read_tasks`` does."""
+        self._rows = [
+            Row(f"{source}:{origin['index'] + 1}", {"prompt": prompt, "label": None, "metadata": {ORIGIN: origin}})
+            for prompt, origin in read_tasks(source)
+        ]
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -8,7 +8,7 @@ import random
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NoReturn, TypeAlias
 
@@ -19,6 +19,7 @@ from miles.tasks.data.settings import fault_of_weights
 from miles.types.sample import Prompt, PromptGroup
 
 FINGERPRINTED = 4096
+_OF_MIXTURES = "--prompt-mix and --curriculum-path"
 _logger = logging.getLogger(__name__)
 
 
@@ -55,11 +56,16 @@ def check_order(state: Mapping[str, Any], order: Mapping[str, Any]) -> None:
     flags = {"num_prompts": "--prompt-data", "shuffle": "--rollout-shuffle", "seed": "--rollout-seed"}
     for key, value in order.items():
         if state[key] != value:
-            raise ValueError(
-                f"{flags[key]}: the checkpoint's position in the prompts is for {key} {state[key]}, this run has "
-                f"{key} {value}, so it cannot continue from there; give {flags[key]} as in the run that was saved, or "
-                "start a new run from its weights with --finetune"
-            )
+            position = f"in the prompts is for {key} {state[key]}, this run has {key} {value}"
+            raise other_position(flags[key], position, flags[key])
+
+
+def other_position(flag: str, position: str, flags: str) -> ValueError:
+    """Return the error of a checkpoint whose ``position`` in the prompts is none of this run's."""
+    return ValueError(
+        f"{flag}: the checkpoint's position {position}, so it cannot continue from there; give {flags} as in the run "
+        "that was saved, or start a new run from its weights with --finetune"
+    )
 
 
 class TrainingStream(ABC):
@@ -184,17 +190,11 @@ class PromptStream(TrainingStream):
         the user's own source.
         """
         if "sets" in state:
-            raise ValueError(
-                "--prompt-data: the checkpoint's position is one in the sets of --prompt-mix or --curriculum-path, so "
-                "it cannot continue from there; give --prompt-mix and --curriculum-path as in the run that was saved, "
-                "or start a new run from its weights with --finetune"
-            )
+            position = "is one in the sets of --prompt-mix or --curriculum-path"
+            raise other_position("--prompt-data", position, _OF_MIXTURES)
         if "source" in state:
-            raise ValueError(
-                "--prompt-data: the checkpoint's position is one in the rows of --data-source-path, so it cannot "
-                "continue from there; give --data-source-path as in the run that was saved, or start a new run from "
-                "its weights with --finetune"
-            )
+            position = "is one in the rows of --data-source-path"
+            raise other_position("--prompt-data", position, "--data-source-path")
         check_order(state, self._order_key())
         if state.get("fingerprint", self._fingerprint) != self._fingerprint:  # absent in earlier checkpoints
             name = self._prompts[0].prompt_set
@@ -409,7 +409,7 @@ class Mixture(TrainingStream):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``.
 
-        Weights are as given now: the caller of ``weigh`` must restore its changes (``restore_weights``).
+        Weights are as given now.
 
         Raises:
             ValueError: It is the state of other sets, of a single one, or of another order.
@@ -417,14 +417,9 @@ class Mixture(TrainingStream):
         names = [one.name for one in self.sets]
         saved = list(state.get("sets", ()))
         if saved != names:
-            before = (
-                f"in the sets {', '.join(saved)}" if saved else "of a run without --prompt-mix and --curriculum-path"
-            )
-            raise ValueError(
-                f"--prompt-mix: the checkpoint's position is one {before}, and this run draws from "
-                f"{', '.join(names)}, so it cannot continue from there; give --prompt-mix and --curriculum-path as in "
-                "the run that was saved, or start a new run from its weights with --finetune"
-            )
+            before = f"in the sets {', '.join(saved)}" if saved else f"of a run without {_OF_MIXTURES}"
+            position = f"is one {before}, and this run draws from {', '.join(names)}"
+            raise other_position("--prompt-mix", position, _OF_MIXTURES)
         for name, stream in zip(names, self._streams, strict=True):
             stream.restore(state["sets"][name])
         self._credits = list(state["credits"])
@@ -432,11 +427,6 @@ class Mixture(TrainingStream):
         self._again = sorted(self._places)
         self._named = [(number, position) for number, position in state["named"]]
         self._next_group_index = state["next_group_index"]
-
-    def restore_weights(self, state: Mapping[str, Any]) -> None:
-        """Continue with the weights of ``state``, unless other ones are given now than in the run that was saved."""
-        if state.get("given_weights", self._initial_weights) == self._initial_weights:  # absent in earlier checkpoints
-            self._weights = list(state["weights"])
 
 
 # Your function that chooses the prompts: ``--curriculum-path module:function``, called before every iteration.
@@ -516,25 +506,20 @@ def load_curriculum(path: str) -> CurriculumFunction:
     return function
 
 
-@dataclass
-class CurriculumStream(TrainingStream):
-    """A mixture whose weights and next prompts the user's function chooses."""
+class CurriculumStream(Mixture):
+    """A mixture whose weights and next prompts the user's function chooses.
 
-    mixture: Mixture
-    function: CurriculumFunction
-    path: str
-    num_iterations: int
-    known: dict[Place, PromptStatistics] = field(default_factory=dict)
+    Attributes:
+        function: The function; ``path`` is its import path.
+        num_iterations: The iterations of the run.
+        known: Statistics of the prompts that were generated from.
+    """
 
-    @property
-    def epoch(self) -> int:
-        """The complete passes of the mixture."""
-        return self.mixture.epoch
-
-    @property
-    def weights(self) -> Mapping[str, float]:
-        """The weights of the mixture's sets."""
-        return self.mixture.weights
+    def __init__(self, *mixed: Any, function: CurriculumFunction, path: str, num_iterations: int) -> None:
+        """Start as the mixture that is made of ``mixed``."""
+        super().__init__(*mixed)
+        self.function, self.path, self.num_iterations = function, path, num_iterations
+        self.known: dict[Place, PromptStatistics] = {}
 
     def start(self, iteration: int) -> None:
         """Ask the function what to draw for ``iteration``.
@@ -542,21 +527,20 @@ class CurriculumStream(TrainingStream):
         Raises:
             InputError: It returns something else than weights, prompts or None.
         """
-        mixture = self.mixture
-        mixture.draw_next(())  # forgets prompts that were named before and not drawn
-        sets = {one.name: one.prompts for one in mixture.sets}
-        reply = self.function(Curriculum(iteration, self.num_iterations, mixture.weights, sets, dict(self.known)))
+        self.draw_next(())  # forgets prompts that were named before and not drawn
+        sets = {one.name: one.prompts for one in self.sets}
+        reply = self.function(Curriculum(iteration, self.num_iterations, self.weights, sets, dict(self.known)))
         if reply is None:
             return
         if isinstance(reply, Mapping):
-            self.mixture.weigh(self._weights(reply))
+            self.weigh(self._read_weights(reply))
         elif isinstance(reply, Sequence) and not isinstance(reply, str):
-            self.mixture.draw_next([self._place(place) for place in reply])
+            self.draw_next([self._read_place(place) for place in reply])
         else:
             self._refuse(f"returned {reply!r:.80}", "return weights by set, a list of (set, position), or None")
 
-    def _weights(self, reply: Mapping[str, float]) -> dict[str, float]:
-        names = [one.name for one in self.mixture.sets]
+    def _read_weights(self, reply: Mapping[str, float]) -> dict[str, float]:
+        names = [one.name for one in self.sets]
         if sorted(map(str, reply)) != sorted(names):
             self._refuse(f"returned weights of {', '.join(map(str, reply))}", f"return one of each: {', '.join(names)}")
         weights = {name: float(reply[name]) for name in names}
@@ -565,8 +549,8 @@ class CurriculumStream(TrainingStream):
             self._refuse(f"returned the weights {dict(reply)!r:.80}, which {fault}", "correct them")
         return weights
 
-    def _place(self, place: Any) -> Place:
-        sizes = {one.name: len(one.prompts) for one in self.mixture.sets}
+    def _read_place(self, place: Any) -> Place:
+        sizes = {one.name: len(one.prompts) for one in self.sets}
         match place:
             case (str(name), int(position)) if 0 <= position < sizes.get(name, 0):
                 return name, position
@@ -579,31 +563,24 @@ class CurriculumStream(TrainingStream):
     def record(self, iteration: int, groups: Iterable[PromptGroup]) -> None:
         """Note the groups that were scored for ``iteration``."""
         for group in groups:
-            place = self.mixture.place_of(group.group_index)
+            place = self.place_of(group.group_index)
             if place is None or not group.samples:  # one of the user's own, or without rewards
                 continue
             before = self.known[place].groups if place in self.known else 0
             lengths = [len(sample.response_ids) for sample in group.samples]
-            reward, length = (sum(column) / len(column) for column in (group.rewards, lengths))
+            reward, length = (sum(column) / len(column) for column in (group.trajectory_rewards, lengths))
             self.known[place] = PromptStatistics(before + 1, reward, length, iteration)
-
-    def leave_out(self, group_index: int) -> None:
-        """Leave the prompt of that group out of the mixture."""
-        self.mixture.leave_out(group_index)
-
-    def draw(self, n: int) -> list[PromptGroup]:
-        """Draw from the mixture."""
-        return self.mixture.draw(n)
 
     def state(self, unfinished: Iterable[int] = ()) -> dict[str, Any]:
         """Return the position of the mixture, and the statistics of the prompts."""
         known = [[*place, k.groups, k.reward, k.response_length, k.iteration] for place, k in self.known.items()]
-        return self.mixture.state(unfinished) | {"known": known}
+        return super().state(unfinished) | {"known": known}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``, or from the state of the mixture alone."""
-        self.mixture.restore(state)
-        self.mixture.restore_weights(state)
+        """Continue from ``state``, or from a mixture's; with its weights, unless others are given now than then."""
+        super().restore(state)
+        if state.get("given_weights", self._initial_weights) == self._initial_weights:  # absent in earlier checkpoints
+            self._weights = list(state["weights"])
         self.known = {
             (name, position): PromptStatistics(*numbers) for name, position, *numbers in state.get("known", ())
         }

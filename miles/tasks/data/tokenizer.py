@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerBase
 
-    from miles.tasks.data.images import ImageReader
+    from miles.tasks.data.images import ImageFile, ImageReader
     from miles.types.images import PromptImages
 
 # Text of special tokens inside chat messages, which is read as text.
@@ -147,6 +147,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 _ASSISTANT_LAST = "the last message is the assistant's, and a new turn of the assistant follows it"
 _NOT_CONTINUED = "the last message is not the assistant's, so nothing is continued, and the assistant's turn is opened"
+_JSON_TEXT = "the prompt is text that holds a list of messages as JSON, which is read as one message of the user"
+_MESSAGES = re.compile(r'\s*\[\s*\{\s*"(?:role|content)"\s*:')
 _NO_TOOLS = "the row has tools, and the chat template writes none, so the model does not see them"
 _ESCAPED = (
     "a message has the text of a special token, which is read as text (if a template wrote it, drop "
@@ -243,6 +245,8 @@ class PromptRenderer:
             value = self.with_images(row, value)
             self._check_messages(row, value)
         elif self.uses_template:
+            if _MESSAGES.match(value):
+                notes.add(_JSON_TEXT, row.where)
             value = self.with_images(row, [{"role": "user", "content": value}])
         if self.uses_template:
             arguments, is_answer = turn_arguments(self._kwargs, value), value[-1]["role"] == "assistant"
@@ -288,8 +292,6 @@ class PromptRenderer:
         self, row: Row, messages: list[Any], text: str, tools: Tools, hidden: dict[str, str]
     ) -> RenderedPrompt:
         """Return the tokens of rendered messages with images: as the processor of the model reads them."""
-        from miles.tasks.data.images import files_of
-
         assert self._images is not None
         files = files_of(messages)
         token_ids = self._processor_ids(row, self._images.expand(row, text, files), hidden)
@@ -306,8 +308,6 @@ class PromptRenderer:
 
     def expand_images(self, row: Row, messages: Sequence[Any], text: str) -> str:
         """Return the text of rendered messages with the placeholders of their images as the tokenizer reads them."""
-        from miles.tasks.data.images import files_of
-
         if not _has_images(messages):
             return text
         assert self._images is not None
@@ -329,8 +329,6 @@ class PromptRenderer:
 
     def images_of(self, row: Row, messages: Sequence[Any], token_ids: Sequence[int]) -> PromptImages | None:
         """Return the images of a conversation with these tokens; None if it has none."""
-        from miles.tasks.data.images import files_of
-
         if not _has_images(messages):
             return None
         assert self._images is not None
@@ -339,7 +337,7 @@ class PromptRenderer:
     def ends_turn(self, written: str, message: Mapping[str, Any]) -> bool:
         """Return whether the template has ended the turn of a message in ``written``, its text as far as known."""
         content = written_text(message).strip()
-        return self._special.end(written) or not (message.get("tool_calls") or written.endswith(content))
+        return self._special.end(written) or not (message.get("tool_calls") or written.rstrip().endswith(content))
 
     def _tools(self, row: Row) -> Tools:
         tools = tools_of(row, self._tool_key)
@@ -429,6 +427,12 @@ def written_text(message: Mapping[str, Any]) -> str:
     return content if isinstance(content, str) else ""
 
 
+def files_of(messages: Sequence[Any]) -> list[ImageFile]:
+    """Return the images of messages that ``ImageReader.messages`` has read, in order."""
+    contents = (message["content"] for message in messages if isinstance(message.get("content"), list))
+    return [part["image"] for content in contents for part in content if part["type"] == "image"]
+
+
 def _has_images(messages: Sequence[Mapping[str, Any]]) -> bool:
     contents = (message.get("content") for message in messages)
     return any(part["type"] == "image" for content in contents if isinstance(content, list) for part in content)
@@ -459,7 +463,7 @@ def tools_of(row: Row, key: str) -> Tools:
     Raises:
         InputError: The column holds something else.
     """
-    value = row.columns.get(key)
+    value = row.find(key)
     if isinstance(value, str):
         try:
             value = strict_json.loads(value) if value.strip() else None

@@ -40,11 +40,9 @@ class Model(Protocol):
         Raises:
             ConversationTooLong: There is no room for an answer.
         """
-        ...
 
     def accept(self, session_id: str) -> None:
         """Take calls at ``url`` whose header ``X-Session-ID`` is ``session_id`` as calls of this trajectory."""
-        ...
 
 
 class Environment(ABC):

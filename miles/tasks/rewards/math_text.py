@@ -8,7 +8,7 @@ from fractions import Fraction
 
 from miles.tasks.rewards.answer_text import with_plain_minus
 
-_BRACE = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
+BRACE = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
 # The text that may separate the boxes of one answer: "$x = \boxed{1}$ and $y = \boxed{2}$".
 _BETWEEN = re.compile(
     r"(?:\s|[$,;&]|\\(?:q?quad|[()\[\],;! ])|\b(?:and|or)\b|\\text\s*\{\s*,?\s*(?:and|or)\s*\}|[A-Za-z]\w?\s*=)*"
@@ -24,6 +24,7 @@ _SPACED_GROUPS = re.compile(r"[-+]?\d{1,3}(?: \d{3})+(?:\.\d+)?")
 _MIXED = re.compile(r"([-+]?\d+)\s+(\d+)\s*/\s*(\d+)")
 _FRACTION_SIGN = re.compile("[¼-¾⅐-⅞]")
 _SPACE = re.compile(r"(?<!\\)\\[,;:! ]|~")
+_SPACE_AT_END = re.compile(r"(?<!\\)\\\s+\Z")
 _BARE_ROOT = re.compile(r"(\\sqrt\s*\[[^][]+\])\s*(\w)")
 _EXPONENT = re.compile(r"(?<![\w.])((?:\d+\.?\d*|\.\d+)[eE][+-]?\d{1,3})(?!\w|\.\d)")
 _TIMES_TEN = re.compile(r"(?<=\d)\s*[xX*]\s*10\s*(?=\^)")
@@ -84,11 +85,12 @@ def _mixed_percent(parts: re.Match[str]) -> str:
 
 
 _MONTHS = "(?:Jan|Febr)uary|March|April|May|June|July|August|(?:Septem|Octo|Novem|Decem)ber"
-_FULLWIDTH = {0xFF10 + digit: str(digit) for digit in range(10)}
+FULLWIDTH = {0xFF10 + digit: str(digit) for digit in range(10)}
 _IN_BRACES = r"(?:[^{}]|\{[^{}]*\})*"
 _DEGREES = r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))\s*"
 _TRIGONOMETRIC = r"(sin|cos|tan|cot|sec|csc)(\s*\^\s*(?:\{\s*-?\d\s*\}|\d)|)"
-# What math-verify misreads or leaves out, and what it reads instead. Applied in this order.
+# What math-verify misreads or leaves out, and what it reads instead. Applied in this order,
+# and compiled when they are first used: every command imports this file.
 _MISREAD: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"\{\{([^{}]*)\}\}", r"{\1}"),  # a box inside \text{}
     (rf"\\(?:boldsymbol|bm|underline|mathbf|mathsf)\s*\{{({_IN_BRACES})\}}", r" \1"),
@@ -120,7 +122,6 @@ _MISREAD: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"^\s*(?=[<>]|\\(?:[lg]eq?|[lg]t|neq?|[lg]eqslant)(?![A-Za-z]))", "x "),
     (r"(?<=\d)\s*\\q?quad\s*(?=[-+]?\d)", ","),
 ]
-_REWRITES = [(re.compile(pattern), replacement) for pattern, replacement in _MISREAD]
 _APART = re.compile(r"(?<=\d)(?<![\^_]\d)\s+(?=\d+(?!\d|\s*/))")
 _UNIT_BEFORE_NUMBER = re.compile(r"(?<=\d)\s*\\text\{[^{}]*\}\s*(?=\d)")
 _READ_BY_NAME = {"infinity", "inf", "sqrt", "percent", "percentage", "pct", "mod", "in"}
@@ -137,7 +138,7 @@ def final_boxes(text: str) -> str | None:
     """
     open_braces: list[tuple[int, int] | None] = []  # the starts of a box and of its content; None for another brace
     boxes: list[tuple[int, int, int]] = []
-    for brace in _BRACE.finditer(text):
+    for brace in BRACE.finditer(text):
         if brace["box"] or brace[0] == "{":
             open_braces.append((brace.start(), brace.end()) if brace["box"] else None)
         elif brace[0] == "}" and open_braces and (box := open_braces.pop()) is not None:
@@ -150,8 +151,8 @@ def final_boxes(text: str) -> str | None:
     last = len(boxes) - 1
     while last and _are_parts(text[boxes[last - 1][2] + 1 : boxes[last][0]]):
         last -= 1
-    contents = [text[start:end].strip() for _, start, end in boxes[last:]]
-    return ",".join(dict.fromkeys(_BRACE.sub(lambda b: "{" if b["box"] else b[0], content) for content in contents))
+    contents = [_SPACE_AT_END.sub("", text[start:end]).strip() for _, start, end in boxes[last:]]
+    return ",".join(dict.fromkeys(BRACE.sub(lambda b: "{" if b["box"] else b[0], content) for content in contents))
 
 
 def _are_parts(between: str) -> bool:
@@ -204,10 +205,10 @@ def readable(content: str) -> str:
     >>> readable(r"\$1{,}234.50."), readable("BCA"), readable("xy")
     ('1234.50', '(\\text{BCA})', 'xy')
     """
-    text = _SIGN.sub(lambda sign: _SIGNS[sign[0]], content.replace(r"\$", "$").translate(_FULLWIDTH))
+    text = _SIGN.sub(lambda sign: _SIGNS[sign[0]], content.replace(r"\$", "$").translate(FULLWIDTH))
     text = text.strip("*`\"' \n") if text[:1] in "'`\"" else text  # here, so that no quote is read as a prime
-    for pattern, replacement in _REWRITES:
-        text = pattern.sub(replacement, text)
+    for pattern, replacement in _MISREAD:
+        text = re.sub(pattern, replacement, text)
     plain = "".join(c for c in text if unicodedata.category(c) != "Sc")
     plain = re.sub(r"\\text\s*\{\s*\}", "", _CURRENCY_WORD.sub("", plain))
     if plain != text:

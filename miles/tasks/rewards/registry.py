@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 from miles.base.flags import Errors
@@ -147,10 +148,10 @@ async def _named(name: str, function: RewardFunction, samples: Sequence[Sample])
     return results
 
 
-# Whether a response passes, which is what pass@k and ``--max-prompt-pass-rate`` count.
+# Whether a trajectory passes, which is what pass@k and ``--max-prompt-pass-rate`` count.
 
 
-PASS_REWARD = 1.0  # a sample passes with this reward or more
+PASS_REWARD = 1.0  # a trajectory passes with this reward or more
 
 
 def deciding_part(names: Iterable[str]) -> str | None:
@@ -177,11 +178,11 @@ def deciding_reward(sample: Sample) -> float:
     return sample.reward if part is None else sample.reward_parts[part]
 
 
-def passes(sample: Sample) -> bool:
-    """Return whether a scored sample passes: its ``deciding_reward`` is 1 or more."""
-    return deciding_reward(sample) >= PASS_REWARD
+def passes(trajectory: Sequence[Sample]) -> bool:
+    """Return whether a scored trajectory passes: the mean ``deciding_reward`` of its samples is 1 or more."""
+    return fmean(map(deciding_reward, trajectory)) >= PASS_REWARD
 
 
 def passes_of(group: PromptGroup) -> list[bool]:
-    """Return whether each sample of a group passes; trajectories dropped by ``--reward-error drop`` do not."""
-    return [*map(passes, group.samples), *[False] * group.dropped_trajectories]
+    """Return whether each trajectory of a group passes; those dropped by ``--reward-error drop`` do not."""
+    return [*map(passes, group.trajectories), *[False] * group.dropped_trajectories]

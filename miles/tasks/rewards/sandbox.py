@@ -48,11 +48,13 @@ class Limits:
             may take N + ``WALL_SECONDS`` times as many of wall time.
         memory: Bytes, over all its processes, with their page tables and buffers; a quarter more in its folder.
         processes: Processes and threads at once.
+        file_bytes: Bytes that it may write to a file, such as its output.
     """
 
     seconds: int = 4
     memory: int = 1 << 30
     processes: int = 16
+    file_bytes: int = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,7 @@ def run_tests(
             "wall_seconds": limits.seconds * WALL_SECONDS,
             "memory": limits.memory,
             "processes": limits.processes,
+            "file_bytes": limits.file_bytes,
         }
         seconds = _START_SECONDS + (WALL_SECONDS + len(tests)) * limits.seconds
         with closing(_replies(json.dumps(request), seconds)) as replies:

@@ -5,7 +5,7 @@ alongside ``q_proj.lora_A.default.weight`` [rank, in] and ``q_proj.lora_B.defaul
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from miles.base.attributes import set_within
 from miles.base.flags import collect_errors
 from miles.config.lora import ALL_LINEAR, LoraArguments, counts_experts, is_in_experts, refuse_projections_of_experts
+from miles.config.settings import Settings
 from miles.models.packing import reads_images
-from miles.training.adapter_folder import peft_config, write_adapter
+from miles.training.adapter_folder import check_layer_names, peft_config, selecting_names, write_adapter
 from miles.training.fsdp.models import INDEXER
 
 _ADAPTER = "default"  # peft's name of a model's only adapter
@@ -50,15 +52,7 @@ def _check_layers(model: PreTrainedModel, lora: LoraArguments) -> None:
     if counts_experts(model.config.to_dict()):
         with collect_errors() as errors:  # of a model on a hub, whose config the validator has not read
             refuse_projections_of_experts(lora, errors)
-    linear = _linear_layers(model)
-    for field, names in (("--target-modules", lora.targets), ("--exclude-modules", lora.excluded)):
-        for name in names:
-            if not any(layer == name or layer.endswith(f".{name}") for layer in linear):
-                kind = model.config.model_type
-                known = sorted({layer.split(".")[-1] for layer in linear} - {"lm_head"})
-                raise ValueError(
-                    f"{field} {name}: a {kind} has no linear layer of this name; give some of {', '.join(known)}"
-                )
+    check_layer_names(lora, _linear_layers(model), f"a {model.config.model_type}")
 
 
 def _linear_layers(model: nn.Module) -> list[str]:
@@ -96,14 +90,10 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
 
     peft's own switch (``enable_adapters``) freezes the adapter too, and FSDP would never undo that.
     """
-    layers = adapted_layers(model).values()
-    for layer in layers:
-        layer._disable_adapters = True
-    try:
+    with ExitStack() as layers:
+        for layer in adapted_layers(model).values():
+            layers.enter_context(set_within(layer, _disable_adapters=True))
         yield
-    finally:
-        for layer in layers:
-            layer._disable_adapters = False
 
 
 def merged_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
@@ -119,7 +109,9 @@ def merged_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, 
         if path and path[-1] == "base_layer" and owner in layers:
             weight = full_tensor(parameter)
             if last == "weight":
-                weight = weight.float() + _product(layers[owner])
+                layer = layers[owner]
+                a, b = (full_tensor(part[_ADAPTER].weight) for part in (layer.lora_A, layer.lora_B))
+                weight = weight.float() + (b @ a) * layer.scaling[_ADAPTER]
             yield f"{owner}.{last}", weight.to(dtype)
         elif ".lora_A." not in name and ".lora_B." not in name:
             # In its own dtype a gathered weight may be large: it is converted before.
@@ -129,39 +121,26 @@ def merged_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, 
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
 
 
-def _product(layer: Any) -> torch.Tensor:
-    a, b = (full_tensor(part[_ADAPTER].weight) for part in (layer.lora_A, layer.lora_B))
-    product: torch.Tensor = (b @ a) * layer.scaling[_ADAPTER]
-    return product
-
-
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the whole of a tensor that may be divided over the ranks. Collective if it is."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def save_adapter(folder: Path, model: PreTrainedModel, lora: LoraArguments, base: str) -> None:
-    """Write the adapter into ``folder`` as peft does: ``PeftModel.from_pretrained(base_model, folder)`` reads it.
+def save_adapter(folder: Path, model: PreTrainedModel, settings: Settings) -> None:
+    """Write the adapter of ``model``, if it has one, into its folder in the checkpoint or export ``folder``.
 
     Every rank gathers, and rank 0 writes.
-
-    Args:
-        folder: Is created.
-        model: The model, with its adapter.
-        lora: The flags of the adapter.
-        base: Name or path of the model without the adapter.
     """
+    if not settings.lora.trains_adapter:
+        return
     tensors: dict[str, torch.Tensor] = {}
     for name, layer in adapted_layers(model).items():
         for part, parameters in (("lora_A", layer.lora_A), ("lora_B", layer.lora_B)):
             tensors[f"{name}.{part}"] = full_tensor(parameters[_ADAPTER].weight).cpu()
-    write_adapter(folder, tensors, names_on_disk(model), lora, base)
+    write_adapter(folder, tensors, names_on_disk(model), settings)
 
 
 def names_on_disk(model: nn.Module) -> list[str]:
     """Return the names that select the adapted layers and no other: short ones, which engines read, if they do."""
-    layers = adapted_layers(model)
-    short = {name.split(".")[-1] for name in layers}
-    others = set(_linear_layers(model)) - layers.keys()
-    return sorted(layers if any(name.split(".")[-1] in short for name in others) else short)
+    return selecting_names(adapted_layers(model).keys(), _linear_layers(model))

@@ -11,15 +11,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
-from miles.config.components import engine_spec
 from miles.config.lora import LoraArguments
 from miles.config.settings import Settings
 from miles.models.routers import Routers
 from miles.training import checkpoint_files
-from miles.training.adapter_folder import adapter_folder, check_adapter
+from miles.training.adapter_folder import check_adapter
 from miles.training.backend import PolicyScorer, TrainBackend, ValueScorer
 from miles.training.checkpoint_files import saved_reference
-from miles.training.checkpoint_io import StagedFiles
+from miles.training.checkpoint_io import StagedFiles, restore_random_state, write_random_state
 from miles.training.fsdp import checkpoint
 from miles.training.fsdp.adapter import add_adapter, merged_weights, names_on_disk, save_adapter
 from miles.training.fsdp.checkpoint import as_on_disk
@@ -173,7 +172,7 @@ class FsdpBackend:
     def export_weights(self) -> Iterator[WeightChunk]:
         """Yield the policy's weights in chunks: for servers as on disk, for the torch engine as in the model."""
         weights = self._full_weights()
-        if engine_spec(self.settings.rollout.rollout_engine).has_servers:
+        if self.settings.engine.has_servers:
             weights = as_on_disk(self.policy.module.language_model, weights)
         return in_chunks(weights)
 
@@ -193,14 +192,15 @@ class FsdpBackend:
         self._move(self.device)
 
     def _move(self, device: torch.device) -> None:
-        self.policy.module.to(device)
-        for frozen in (self.reference, self.teacher):
-            if frozen is not None:
-                frozen.module.to(device)
-        if self.critic is not None:
-            self.critic.module.to(device)
-            self.critic.optimizer.to(device)
-        self.policy.optimizer.to(device)
+        for model in self.models():
+            model.module.to(device)
+            if isinstance(model, FsdpTrainedModel):
+                model.optimizer.to(device)
+
+    def models(self) -> list[FsdpModel[Any]]:
+        """Return the models of this rank; a reference that is the policy without its adapter counts as the policy."""
+        models = (self.policy, self.critic, self.reference, self.teacher)
+        return list({id(model.module): model for model in reversed(models) if model is not None}.values())
 
     def refresh_reference(self) -> None:
         """Let the reference follow the policy."""
@@ -220,14 +220,19 @@ class FsdpBackend:
             checkpoint.save_model(within, self.critic.module, self.critic.optimizer, {}, staged)
         if self.reference is not None and self.settings.model.ref_update_interval is not None:
             checkpoint.save_reference(folder, self.reference.module.language_model, staged)
-        self._save_adapter(folder)
-        checkpoint.save(folder, self.policy.module.language_model, self.policy.optimizer, state, staged)
+        save_adapter(folder, self.policy.module.language_model, self.settings)
+        checkpoint.save_model(folder, self.policy.module.language_model, self.policy.optimizer, state, staged)
+        write_random_state(folder)
+        dist.barrier()
 
     def load(self, folder: Path, optimizer: bool = True, rng: bool = True, reference: bool = True) -> dict[str, Any]:
         """Read what ``save`` wrote, on any number of ranks."""
         language_model, lora = self.policy.module.language_model, self.settings.lora
         check_adapter(folder, lora, names_on_disk(language_model), "--load")
-        state = checkpoint.load(folder, language_model, self.policy.optimizer, optimizer, rng)
+        whole = checkpoint.load_model(folder, language_model, self.policy.optimizer, optimizer)
+        state: dict[str, Any] = whole["launcher"]
+        if rng:
+            restore_random_state(folder)
         if self.critic is not None:
             within = checkpoint_files.saved_critic(folder)
             checkpoint.load_model(within, self.critic.module, self.critic.optimizer, optimizer)
@@ -242,13 +247,7 @@ class FsdpBackend:
     def export_hf(self, folder: Path) -> None:
         """Write weights (in compute dtype), config and generation config as transformers would. Rank 0 writes."""
         checkpoint.export_hf(folder, self.policy.module.language_model, self._full_weights(), self.compute_dtype)
-        self._save_adapter(folder)
-
-    def _save_adapter(self, folder: Path) -> None:
-        lora, base = self.settings.lora, self.settings.model.hf_checkpoint
-        if lora.trains_adapter:
-            assert base is not None
-            save_adapter(adapter_folder(folder), self.policy.module.language_model, lora, base)
+        save_adapter(folder, self.policy.module.language_model, self.settings)
 
 
 def _state(policy: ShardedModule[PolicyScorer]) -> dict[str, torch.Tensor]:

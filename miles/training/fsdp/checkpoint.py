@@ -9,13 +9,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from huggingface_hub import save_torch_state_dict
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
@@ -23,16 +17,14 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from miles.config.settings import Settings
 from miles.models.base import HEADS_IN_CONFIG
-from miles.training.adapter_folder import adapter_folder, check_adapter
+from miles.training.adapter_folder import check_adapter
 from miles.training.checkpoint_files import read_run_state, reference_folder, use_umask, write_run_state
 from miles.training.checkpoint_io import (
     StagedFiles,
     StagingWriter,
     checked_index,
     loading,
-    restore_random_state,
     save_errors,
-    write_random_state,
 )
 from miles.training.fsdp.adapter import add_adapter, merged_weights, names_on_disk, save_adapter
 from miles.training.fsdp.models import load_policy
@@ -63,62 +55,45 @@ def as_on_disk(
             yield from revert_weight_conversion(model, {name: weight}).items()
 
 
-def save(
-    folder: Path,
-    model: PreTrainedModel,
-    optimizer: ShardedOptimizer,
-    state: dict[str, Any],
-    staged: StagedFiles | None = None,
-) -> None:
-    """Write everything that a resumed run needs into ``folder``; the caller makes it appear at once (atomic).
-
-    Tensors go into ``staged`` if it is given.
-    """
-    save_model(folder, model, optimizer, state, staged)
-    write_random_state(folder)
-    dist.barrier()
-
-
-def load(
-    folder: Path, model: PreTrainedModel, optimizer: ShardedOptimizer, with_optimizer: bool, rng: bool
-) -> dict[str, Any]:
-    """Read what ``save`` wrote, under any number of ranks; returns the launcher's state."""
-    state = load_model(folder, model, optimizer, with_optimizer)
-    if rng:
-        restore_random_state(folder)
-    launcher: dict[str, Any] = state["launcher"]
-    return launcher
-
-
 def save_model(
     folder: Path, model: nn.Module, optimizer: ShardedOptimizer, state: dict[str, Any], staged: StagedFiles | None
 ) -> None:
-    """Write a model, its optimizer and ``state`` into ``folder``, or its tensors into ``staged``."""
+    """Write a model, its optimizer and ``state`` into ``folder``, or its tensors into ``staged``.
+
+    The caller makes the folder appear at once (atomic).
+    """
     tensors = {"model": _trained_state(model), "optimizer": _optimizer_state(model, optimizer)}
+    _write(folder, tensors, state, optimizer.state(), staged)
+
+
+def _write(
+    folder: Path, tensors: dict[str, Any], state: dict[str, Any], schedule: dict[str, Any], staged: StagedFiles | None
+) -> None:
     with save_errors(folder):
         dcp.save(tensors, storage_writer=StagingWriter(folder, staged))
     if dist.get_rank() == 0:
-        write_run_state(folder, "fsdp", state, optimizer.state())
+        write_run_state(folder, "fsdp", state, schedule)
 
 
-def _load_into(tensors: dict[str, Any], folder: Path, flag: str) -> None:
-    """Fill ``tensors`` from ``folder``. Raises ``ValueError`` naming ``flag`` if it cannot be read."""
+def _read_into(tensors: dict[str, Any], folder: Path, flag: str) -> dict[str, Any]:
+    """Fill ``tensors`` from ``folder``, and return its ``state.json``. Raises ``ValueError`` naming ``flag``."""
+    state = read_run_state(folder, "fsdp", flag)
     checked_index(folder, flag)
     with loading(folder, flag):
         dcp.load(tensors, checkpoint_id=folder)
+    return state
 
 
 def load_model(folder: Path, model: nn.Module, optimizer: ShardedOptimizer, with_optimizer: bool) -> dict[str, Any]:
-    """Read what ``save_model`` wrote, and return all of ``state.json``."""
-    state = read_run_state(folder, "fsdp", "--load")
+    """Read what ``save_model`` wrote, under any number of ranks, and return all of ``state.json``."""
     tensors: dict[str, Any] = {"model": _trained_state(model)}
     if with_optimizer:
         tensors["optimizer"] = _optimizer_state(model, optimizer)
-    _load_into(tensors, folder, "--load")
+    state = _read_into(tensors, folder, "--load")
     _set_state(model, tensors["model"])
     if with_optimizer:
         own = [{name: x for name, x in group.items() if name != "params"} for group in optimizer.adam.param_groups]
-        set_optimizer_state_dict(model, optimizer.adam, tensors["optimizer"])
+        state_dict.set_optimizer_state_dict(model, optimizer.adam, tensors["optimizer"])
         for group, settings in zip(optimizer.adam.param_groups, own, strict=True):
             group |= settings  # the state has replaced weight decay, betas and eps by the saved run's
         optimizer.steps_done = state["schedule"]["steps_done"]
@@ -129,12 +104,12 @@ def _trained_state(model: nn.Module) -> dict[str, Any]:
     """Return the model's state without frozen weights: with an adapter, the adapter alone."""
     parameters = model.named_parameters(remove_duplicate=False)
     frozen = {name for name, parameter in parameters if not parameter.requires_grad}
-    return {name: value for name, value in get_model_state_dict(model).items() if name not in frozen}
+    return {name: value for name, value in state_dict.get_model_state_dict(model).items() if name not in frozen}
 
 
 def _set_state(model: nn.Module, state: dict[str, Any]) -> None:
     is_whole = all(parameter.requires_grad for parameter in model.parameters())
-    set_model_state_dict(model, state, options=StateDictOptions(strict=is_whole))
+    state_dict.set_model_state_dict(model, state, options=state_dict.StateDictOptions(strict=is_whole))
 
 
 def _optimizer_state(model: nn.Module, optimizer: ShardedOptimizer) -> dict[str, Any]:
@@ -142,7 +117,7 @@ def _optimizer_state(model: nn.Module, optimizer: ShardedOptimizer) -> dict[str,
 
     PyTorch creates the state of an optimizer that has not stepped yet by stepping it at a rate of 0, and counts that.
     """
-    state: dict[str, Any] = get_optimizer_state_dict(model, optimizer.adam)
+    state: dict[str, Any] = state_dict.get_optimizer_state_dict(model, optimizer.adam)
     if optimizer.steps_done == 0:
         for of_parameter in (*optimizer.adam.state.values(), *state["state"].values()):
             of_parameter["step"].zero_()
@@ -151,27 +126,21 @@ def _optimizer_state(model: nn.Module, optimizer: ShardedOptimizer) -> dict[str,
 
 def load_weights(folder: Path, model: PreTrainedModel, flag: str) -> None:
     """Read the weights alone, in the model's dtype. Raises ``ValueError`` naming ``flag``, as ``load`` does."""
-    read_run_state(folder, "fsdp", flag)
     tensors = {"model": _trained_state(model)}
-    _load_into(tensors, folder, flag)
+    _read_into(tensors, folder, flag)
     _set_state(model, tensors["model"])
 
 
 def save_reference(folder: Path, model: PreTrainedModel, staged: StagedFiles | None = None) -> None:
     """Add a reference that follows the policy to the checkpoint that is being written into ``folder``."""
-    within = reference_folder(folder)
-    with save_errors(within):
-        dcp.save({"model": get_model_state_dict(model)}, storage_writer=StagingWriter(within, staged))
-    if dist.get_rank() == 0:
-        write_run_state(within, "fsdp", {}, {"steps_done": 0})
+    _write(reference_folder(folder), {"model": state_dict.get_model_state_dict(model)}, {}, {"steps_done": 0}, staged)
 
 
 def load_reference(within: Path, model: PreTrainedModel) -> None:
     """Read what ``save_reference`` wrote into ``within``."""
-    read_run_state(within, "fsdp", "--load")
-    tensors = {"model": get_model_state_dict(model)}
-    _load_into(tensors, within, "--load")
-    set_model_state_dict(model, tensors["model"])
+    tensors = {"model": state_dict.get_model_state_dict(model)}
+    _read_into(tensors, within, "--load")
+    state_dict.set_model_state_dict(model, tensors["model"])
 
 
 def export_hf(
@@ -212,5 +181,4 @@ def export(settings: Settings, checkpoint: Path, folder: Path) -> None:
     check_adapter(checkpoint, settings.lora, names_on_disk(model), str(checkpoint))
     load_weights(checkpoint, model, str(checkpoint))
     export_hf(folder, model, merged_weights(model, dtype), dtype)
-    if settings.lora.trains_adapter:
-        save_adapter(adapter_folder(folder), model, settings.lora, settings.model.hf_checkpoint)
+    save_adapter(folder, model, settings)

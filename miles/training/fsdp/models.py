@@ -230,8 +230,8 @@ class ShardedModule(nn.Module, Generic[Scorer]):
         raise NotImplementedError
 
     def take_loss_mass(self) -> torch.Tensor | None:
-        """As ``TrainedModel.take_loss_mass``."""
-        raise NotImplementedError
+        """As ``TrainedModel.take_loss_mass``; None for a model without a canary."""
+        return None
 
 
 def _vision_tower(language_model: PreTrainedModel) -> VisionTower:
@@ -240,20 +240,16 @@ def _vision_tower(language_model: PreTrainedModel) -> VisionTower:
     return VisionTower(language_model.base_model)
 
 
-class ValueHead(nn.Linear):
-    """From a hidden state to its value, in fp32. It starts at 0: a critic that knows nothing predicts no reward."""
-
-    def __init__(self, hidden_size: int) -> None:
-        super().__init__(hidden_size, 1, bias=False)
-        nn.init.zeros_(self.weight)
-
-
 class ValueModel(ShardedModule[ValueScorer]):
-    """The critic: the decoder of a causal language model, with one number per token instead of the vocabulary."""
+    """The critic: the decoder of a causal language model, with one number per token instead of the vocabulary.
+
+    The head is fp32, and starts at 0: a critic that knows nothing predicts no reward.
+    """
 
     def __init__(self, language_model: PreTrainedModel) -> None:
         super().__init__(language_model)
-        self.value_head = ValueHead(language_model.config.get_text_config().hidden_size)
+        self.value_head = nn.Linear(language_model.config.get_text_config().hidden_size, 1, bias=False)
+        nn.init.zeros_(self.value_head.weight)
 
     @property
     def in_fp32(self) -> nn.Module:
@@ -264,10 +260,6 @@ class ValueModel(ShardedModule[ValueScorer]):
         """Return the forward pass over ``micro``."""
         assert not watched, "the critic's loss has no canary"
         return partial(self, micro)
-
-    def take_loss_mass(self) -> torch.Tensor | None:
-        """Return None: there is no canary."""
-        return None
 
     def forward(self, micro: MicroBatch) -> torch.Tensor:
         """Return the value of the state where each token of ``micro.targets`` is chosen, fp32 [R]."""

@@ -14,11 +14,12 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from miles.base.attributes import set_within
 from miles.config.settings import Settings
 from miles.training.backend import LeaveOut, RehearsedBackend
 from miles.training.fsdp.backend import FsdpBackend, FsdpModelBuilder
 from miles.training.fsdp.models import Policy, ShardedModule, build_model, decoder_layers
-from miles.training.fsdp.runner import FsdpModel, FsdpTrainedModel
+from miles.training.fsdp.runner import FsdpTrainedModel
 from miles.types.train_batch import TrainShard
 
 
@@ -78,18 +79,17 @@ class RehearsedFsdp(FsdpBackend):
     @property
     def vocabulary(self) -> int:
         """The width of the logits."""
-        size: int = self.policy.module.language_model.config.get_text_config().vocab_size
-        return size
+        return int(self.policy.module.language_model.config.get_text_config().vocab_size)
 
     def weights(self) -> Iterator[torch.Tensor]:
         """Yield every rank's part of the parameters, and the buffers."""
-        for model in self._models():
+        for model in self.models():
             for tensor in (*model.module.parameters(), *model.module.buffers()):
                 yield _local(tensor)
 
     def gradients(self) -> Iterator[torch.Tensor]:
         """Yield the reduced gradients of this rank's part."""
-        for model in self._models():
+        for model in self.models():
             for parameter in model.module.parameters():
                 if parameter.grad is not None:
                     yield _local(parameter.grad)
@@ -127,11 +127,6 @@ class RehearsedFsdp(FsdpBackend):
     def micro_batches_in_flight(self, micro_batches: int) -> int:
         """Return one."""
         return 1
-
-    def _models(self) -> list[FsdpModel]:  # type: ignore[type-arg]
-        all_models = (self.policy, self.critic, self.reference, self.teacher)
-        models = [model for model in all_models if model is not None]
-        return list({id(model.module): model for model in reversed(models)}.values())  # a reference may be the policy's
 
 
 def _as_large(weight: nn.Parameter) -> nn.Parameter:
@@ -187,9 +182,5 @@ def build(
 def _built(
     settings: Settings, device: torch.device, total_steps: int, leave_out: LeaveOut
 ) -> Iterator[RehearsedBackend]:
-    cut = _fsdp_param._chunk_with_empty
-    _fsdp_param._chunk_with_empty = _Parts  # type: ignore[assignment]
-    try:
+    with set_within(_fsdp_param, _chunk_with_empty=_Parts):
         yield RehearsedFsdp(settings, device, total_steps, partial(_BuilderWithoutWeights, leave_out=leave_out))
-    finally:
-        _fsdp_param._chunk_with_empty = cut

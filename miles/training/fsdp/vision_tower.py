@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from miles.models.images import blank, joined, text_inputs, vision_family
+from miles.models.images import joined, text_inputs, vision_family
 from miles.types.images import ImageTensors, MicroImages
 
 
@@ -19,11 +19,9 @@ class VisionTower:
 
     def __init__(self, body: Any) -> None:
         self._body = body
-        family = vision_family(body.config.model_type)
-        assert family is not None
-        family.prepare(body)
-        self._family = family
-        self._blank = blank(body.config)
+        self._family = vision_family(body.config.model_type)
+        self._family.prepare(body)
+        self._blank = ImageTensors(self._family.blank(body.config), (), (), -1)  # no token stands for it
         self._known: WeakKeyDictionary[ImageTensors, list[torch.Tensor]] = WeakKeyDictionary()
 
     def freeze(self) -> None:

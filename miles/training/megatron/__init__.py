@@ -23,7 +23,7 @@ def export(settings: Settings, checkpoint: Path, folder: Path) -> None:
     from miles.training.megatron.cpu_support import support_cpu
 
     support_cpu()
-    from miles.training.megatron.export import export as export_on_cpu
+    from miles.training.megatron.backend import export as export_on_cpu
 
     export_on_cpu(settings, checkpoint, folder)
 

@@ -3,7 +3,7 @@
 On CPU, ``cpu_support.support_cpu`` comes before this module is imported.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,35 +14,26 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from transformers import PretrainedConfig
 
 import miles.training.megatron.checkpoint as checkpoint
-from miles.config.lora import LoraArguments
+import miles.training.megatron.runner as runner
+from miles.base.flags import collect_errors
+from miles.config.lora import LoraArguments, check_adapter_with_model
 from miles.config.megatron.rules import check_same_shape, check_with_model
 from miles.config.settings import Settings
 from miles.models.base import HEADS_IN_CONFIG, is_of_head
 from miles.models.reading import read_config
 from miles.training import checkpoint_files
-from miles.training.adapter_folder import check_adapter
+from miles.training.adapter_folder import check_adapter, write_adapter
 from miles.training.backend import PolicyScorer, ValueScorer
 from miles.training.checkpoint_files import critic_folder, reference_folder, saved_critic, saved_reference
 from miles.training.checkpoint_io import StagedFiles
-from miles.training.megatron.export import add_adapter, exported_value, save_adapter
 from miles.training.megatron.hf_files import HuggingFaceWeights, export_hf
+from miles.training.megatron.model.adapter import Adapter
 from miles.training.megatron.model.transformer_config import ddp_config, optimizer_config, transformer_config
 from miles.training.megatron.moe import expert_biases
 from miles.training.megatron.policy_model import PolicyModel, ValueStage
 from miles.training.megatron.process_groups import Ranks, initialize_process_groups
-from miles.training.megatron.runner import (
-    HostCopies,
-    MegatronBaseModel,
-    MegatronModel,
-    MegatronOptimizer,
-    MegatronTrainedModel,
-    free_buffers_of_layers,
-    gradients,
-    model_state,
-    optimizer_state,
-)
 from miles.training.megatron.versions import megatron_version
-from miles.training.megatron.weights import build_converter
+from miles.training.megatron.weights import WeightConverter, build_converter
 from miles.training.scoring import check_can_follow, check_same_positions, follow
 from miles.types.weights import WeightChunk, in_chunks
 
@@ -67,68 +58,70 @@ class MegatronModelBuilder:
         self.converter = build_converter(
             settings.megatron.megatron_to_hf_mode, self.hf_config, self.hf_weights, self.ranks
         )
-        check_with_model(settings.megatron, settings.megatron_overrides, self.hf_config.to_dict(), self.converter.shape)
+        config, shape = self.hf_config.to_dict(), self.converter.shape
+        with collect_errors() as errors:
+            check_with_model(settings.megatron, settings.megatron_overrides, config, shape, errors)
 
-    def policy(self) -> MegatronTrainedModel[PolicyScorer]:
+    def policy(self) -> runner.MegatronTrainedModel[PolicyScorer]:
         """Return the model that is trained, with its adapter if it has one."""
-        model = self._load(self.hf_config, self.hf_weights, is_trained=True)
+        model = self.load(self.hf_config, self.hf_weights, is_trained=True)
         if self.settings.lora.trains_adapter:
             self._add_adapter(model)
         models = self._distributed(model)
         config = optimizer_config(self.settings.optimizer, self.settings.megatron, self.compute_dtype, self.device)
         steps = self.settings.policy_steps(self.total_steps)
-        optimizer = MegatronOptimizer(models, config, self.settings.optimizer, steps)
-        policy = MegatronTrainedModel[PolicyScorer](models, optimizer, self.settings.megatron, self.ranks, self.device)
+        optimizer = runner.MegatronOptimizer(models, config, self.settings.optimizer, steps)
+        sizes = self.settings.megatron
+        policy = runner.MegatronTrainedModel[PolicyScorer](models, optimizer, sizes, self.ranks, self.device)
         policy.replays_experts = self.settings.rollout.use_rollout_routing_replay
         policy.records_experts = self.settings.training.use_routing_replay and not policy.replays_experts
         return policy
 
-    def critic(self) -> MegatronTrainedModel[ValueScorer]:
+    def critic(self) -> runner.MegatronTrainedModel[ValueScorer]:
         """Return the policy's decoder with one number per token."""
-        models = self._distributed(self._load(self.hf_config, self.hf_weights, of=ValueStage))
+        models = self._distributed(self.load(self.hf_config, self.hf_weights, of=ValueStage))
         arguments = self.settings.critic_optimizer
         config = optimizer_config(arguments, self.settings.megatron, self.compute_dtype, self.device)
-        optimizer = MegatronOptimizer(models, config, arguments, self.total_steps, rate_flag="--critic-lr")
-        return MegatronTrainedModel(models, optimizer, self.settings.megatron, self.ranks, self.device)
+        optimizer = runner.MegatronOptimizer(models, config, arguments, self.total_steps, rate_flag="--critic-lr")
+        return runner.MegatronTrainedModel(models, optimizer, self.settings.megatron, self.ranks, self.device)
 
-    def reference(self, policy: MegatronTrainedModel[PolicyScorer]) -> MegatronModel[PolicyScorer]:
+    def reference(self, policy: runner.MegatronTrainedModel[PolicyScorer]) -> runner.MegatronModel[PolicyScorer]:
         """Return the model of ``--ref-load``, or the one that training starts from.
 
         Under an adapter that one is frozen already.
         """
         ref_load = self.settings.model.ref_load
         if ref_load is None and self.settings.lora.trains_adapter:
-            return MegatronBaseModel(policy.stage, self.ranks, self.device)
+            return runner.MegatronBaseModel(policy.stage, self.ranks, self.device)
         return self.frozen("--ref-load", ref_load)
 
-    def frozen(self, flag: str, path: str | None) -> MegatronModel[PolicyScorer]:
+    def frozen(self, flag: str, path: str | None) -> runner.MegatronModel[PolicyScorer]:
         """Freeze a model: a Hugging Face folder, or a checkpoint of this backend; None is ``--hf-checkpoint``."""
         folder = checkpoint_files.at(Path(path)) if path is not None else None
         hf_config, weights = self.hf_config, self.hf_weights
         if path is not None and folder is None:
             hf_config, weights = read_config(path), self._weights_at(flag, path)
-            check_same_shape(
-                flag,
-                path,
-                (hf_config.to_dict(), self.converter.shape_of(hf_config)),
-                (self.hf_config.to_dict(), self.converter.shape),
-            )
+            other = (hf_config.to_dict(), self.converter.shape_of(hf_config))
+            policy = (self.hf_config.to_dict(), self.converter.shape)
+            with collect_errors() as errors:
+                check_same_shape(flag[2:].replace("-", "_"), path, other, policy, errors)
             if flag == "--ref-load" and self.settings.model.ref_update_interval is not None:
                 check_same_positions(hf_config, self.hf_config, path)
-        model = self._load(hf_config, weights)
+        model = self.load(hf_config, weights)
         if folder is not None:
             self._read_frozen(folder, model, f"{flag} {path}")
         for chunk in model.chunks:
             chunk.eval().requires_grad_(False)
-        return MegatronModel(model, self.ranks, self.device)
+        return runner.MegatronModel(model, self.ranks, self.device)
 
-    def _load(
+    def load(
         self,
         hf_config: PretrainedConfig,
-        weights: HuggingFaceWeights,
+        weights: HuggingFaceWeights | None,
         is_trained: bool = False,
         of: type[PolicyModel] = PolicyModel,
     ) -> PolicyModel:
+        """Build this rank's part of a model, and fill it with ``weights``; None leaves it without values."""
         config = transformer_config(
             self.settings.megatron,
             self.settings.megatron_overrides,
@@ -150,7 +143,8 @@ class MegatronModelBuilder:
         )
         for chunk in policy.chunks:
             chunk.to(self.device)  # before it is filled: ranks may send each other parts
-        self._fill(policy, weights)
+        if weights is not None:
+            self._fill(policy, weights)
         return policy
 
     # What reads weights: a rehearsal has none (rehearsed.py).
@@ -206,21 +200,28 @@ class MegatronBackend:
         self.hf_config = build.hf_config
         self.generation_config = build.hf_weights.generation_config()  # now: the hub may not be there when the run ends
         self.converter = build.converter
-        self._host_copies = HostCopies()
+        self._host_copies = runner.HostCopies()
         self.policy = build.policy()
         self.critic = build.critic() if settings.loss.has_critic else None
         if settings.checkpoint.save is not None:
-            checkpoint.check_can_save(self.policy.stage, self.ranks)
-            if self.critic is not None:
-                checkpoint.check_can_save(self.critic.stage, self.ranks)
+            for trained in self.trained():
+                checkpoint.check_can_save(trained.stage, self.ranks)
         self.reference = build.reference(self.policy) if settings.loss.needs_reference else None
         self.following: FollowingReference | None = None  # the reference, if it follows the policy
         if self.reference is not None and settings.model.ref_update_interval is not None:
             self.following = FollowingReference(self.reference.stage, self.ranks, settings.model.ref_mixup_alpha)
             self.following.check(self.policy.stage, settings.model.ref_load)
-        self.teacher: MegatronModel[PolicyScorer] | None = None
+        self.teacher: runner.MegatronModel[PolicyScorer] | None = None
         if settings.loss.teacher_is_loaded:
             self.teacher = build.frozen("--opd-teacher-load", settings.model.opd_teacher_load)
+
+    def trained(self) -> list[runner.MegatronTrainedModel[Any]]:
+        """Return the models that learn."""
+        return [model for model in (self.policy, self.critic) if model is not None]
+
+    def models(self) -> list[runner.MegatronModel[Any]]:
+        """Return all models of this rank."""
+        return [*self.trained(), *(model for model in (self.reference, self.teacher) if model is not None)]
 
     def sum_over_ranks(self, sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
         """Add up over the ranks of the last stage, which send names and sums to the others."""
@@ -254,16 +255,14 @@ class MegatronBackend:
 
     def offload(self) -> None:
         """Move models and optimizers to host memory."""
-        trained = [model for model in (self.policy, self.critic) if model is not None]
         held: list[torch.Tensor] = [] if self.following is None else list(self.following.exact.values())
-        for model in (self.policy, self.critic, self.reference, self.teacher):
-            if model is not None:
-                held += model_state(model.stage.chunks)
-        for model in trained:
-            held += optimizer_state(model.optimizer.adam)
-        zeros = [gradient for model in trained for gradient in gradients(model.distributed)]
+        for model in self.models():
+            held += runner.model_state(model.stage.chunks)
+        for model in self.trained():
+            held += runner.optimizer_state(model.optimizer.adam)
+        zeros = [gradient for model in self.trained() for gradient in runner.gradients(model.distributed)]
         self._host_copies.take(held, zeros, self.device)
-        free_buffers_of_layers()
+        runner.free_buffers_of_layers()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -279,7 +278,7 @@ class MegatronBackend:
     def save(self, folder: Path, state: dict[str, Any], staged: StagedFiles | None = None) -> None:
         """Write the policy, the critic if there is one, and a reference that follows the policy."""
         checkpoint.save(folder, self.policy.stage, self.policy.optimizer, self.ranks, state, staged)
-        self._save_adapter(folder)
+        save_adapter(folder, self.policy.stage, self.settings, self.ranks)
         if self.critic is not None:
             within = critic_folder(folder)
             within.mkdir(exist_ok=True)
@@ -315,9 +314,6 @@ class MegatronBackend:
             self.compute_dtype,
             {HEADS_IN_CONFIG: self.settings.megatron.mtp_heads},
         )
-        self._save_adapter(folder)
-
-    def _save_adapter(self, folder: Path) -> None:
         save_adapter(folder, self.policy.stage, self.settings, self.ranks)
 
 
@@ -333,6 +329,7 @@ class FollowingReference:
         self._alpha = alpha
         self._own = named_weights(stage)
         self.exact = {name: w.detach() if alpha == 1 else w.detach().float() for name, w in self._own.items()}
+        self._exact_of = {id(weight): self.exact[name] for name, weight in self._own.items()}
 
     def check(self, policy: PolicyModel, path: str | None) -> None:
         """Raise ``ValueError`` if the reference at ``path`` has other weights than ``policy``."""
@@ -348,15 +345,13 @@ class FollowingReference:
 
     def save(self, folder: Path, staged: StagedFiles | None = None) -> None:
         """Write the weights into ``folder``, which is empty, or into ``staged``. Collective."""
-        names = {id(weight): name for name, weight in self._own.items()}
-        checkpoint.save_weights(folder, self._stage, self._ranks, lambda weight: self.exact[names[id(weight)]], staged)
+        checkpoint.save_weights(folder, self._stage, self._ranks, lambda weight: self._exact_of[id(weight)], staged)
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         """Read what ``save`` wrote, under any layout. Collective."""
-        names = {id(weight): name for name, weight in self._own.items()}
         for weight, whole in checkpoint.read_weights(folder, self._stage, self._ranks, "--load"):
-            self.exact[names[id(weight)]].copy_(whole)
+            self._exact_of[id(weight)].copy_(whole)
         self._compute_with_exact()
 
     @torch.no_grad()
@@ -373,3 +368,52 @@ def named_weights(stage: PolicyModel) -> dict[str, torch.Tensor]:
         named = dict(chunk.named_parameters()) | dict(expert_biases(chunk))
         weights |= {name + of_part: weight for name, weight in named.items() if weight is not chunk.canary}
     return weights
+
+
+# Export the weights of a checkpoint in one process.
+
+
+def export(settings: Settings, checkpoint_folder: Path, folder: Path) -> None:
+    """Write the weights of ``checkpoint_folder`` into ``folder`` as ``MegatronBackend.export_hf`` would. One rank."""
+    build = MegatronModelBuilder(settings, torch.device("cpu"), total_steps=1)
+    has_adapter, names = settings.lora.trains_adapter, list[str]()
+    policy = build.load(build.hf_config, build.hf_weights if has_adapter else None, is_trained=True)
+    if has_adapter:
+        names = add_adapter(policy, build.converter, settings.lora, build.hf_config.model_type, build.ranks).names
+    check_adapter(checkpoint_folder, settings.lora, names, str(checkpoint_folder))
+    checkpoint.load_weights(checkpoint_folder, policy, build.ranks, str(checkpoint_folder))
+    weights = build.converter.export(policy, exported_value(policy), build.compute_dtype)
+    heads = {HEADS_IN_CONFIG: settings.megatron.mtp_heads}
+    export_hf(folder, build.hf_config, build.hf_weights.generation_config(), weights, build.compute_dtype, heads)
+    save_adapter(folder, policy, settings, build.ranks)
+
+
+# The adapter of a Megatron model (model/adapter.py): put into its layers, exported, and written for peft.
+
+
+def add_adapter(
+    policy: PolicyModel, converter: WeightConverter, lora: LoraArguments, model_type: str, ranks: Ranks
+) -> Adapter:
+    """Put a new adapter of 0 into the chosen layers of ``policy``, and freeze everything else. Collective.
+
+    Raises:
+        ValueError: A name of ``--target-modules`` is no linear layer of the model, or it cannot have an adapter.
+    """
+    with collect_errors() as errors:  # of a model on a hub, whose config the validator has not read
+        check_adapter_with_model(lora, model_type, converter.shape, errors)
+    adapter = policy.add_adapter(converter.linear_layers, lora)
+    adapter.gather_places(ranks.pp)
+    return adapter
+
+
+def exported_value(policy: PolicyModel) -> Callable[[torch.nn.Parameter], torch.Tensor]:
+    """Return the exported tensor of a parameter: its data, with its adapter added."""
+    return (lambda parameter: parameter.data) if policy.adapter is None else policy.adapter.merged
+
+
+def save_adapter(folder: Path, policy: PolicyModel, settings: Settings, ranks: Ranks) -> None:
+    """Write the adapter, if there is one, into its folder in the checkpoint or export ``folder``. Collective."""
+    if policy.adapter is None:
+        return
+    tensors = {name: tensor.cpu() for name, tensor in policy.adapter.whole(ranks.pp)}
+    write_adapter(folder, tensors, policy.adapter.names, settings)

@@ -8,8 +8,8 @@ change the model's computation (``WITHOUT_EFFECT``). Any other field is an error
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.core.activations import squared_relu
 from transformers import PretrainedConfig
 
+from miles.base.attributes import set_within
 from miles.models.base import EXPERT_FIELDS, LAYER_FIELDS
 from miles.models.registry import BRIDGED, check_bridged, megatron_shape, vocabulary_shape
 from miles.training.megatron.hf_files import HuggingFaceWeights
@@ -210,7 +211,7 @@ class BridgeConverter:
         bridge, tasks = self._tasks(model, self._weights)
         streamed = bridge.stream_weights_megatron_to_hf(
             [model],
-            _Checkpoint(self._config, _Tensors(self._weights)),
+            SimpleNamespace(config=self._config, state=_Tensors(self._weights)),
             cpu=False,
             show_progress=False,
             conversion_tasks=(_with_value(task, value, dtype) for task in tasks),  # one by one
@@ -235,8 +236,10 @@ class BridgeConverter:
         """
         bridge = self._auto._model_bridge
         model.config.share_embeddings_and_output_weights = model.share_embeddings_and_output_weights
-        with _hidden(model, model.NOT_IN_CHECKPOINT):
-            tasks = bridge.build_conversion_tasks(_Checkpoint(self._config, _Tensors(weights)), [model])
+        with set_within(model, **dict.fromkeys(model.NOT_IN_CHECKPOINT)):  # it has no mapping for them
+            tasks = bridge.build_conversion_tasks(
+                SimpleNamespace(config=self._config, state=_Tensors(weights)), [model]
+            )
         return bridge, [task for task in tasks if task is not None]
 
     def _check_complete(self, bridge: Any, model: PolicyModel, tasks: list[Any], weights: HuggingFaceWeights) -> None:
@@ -270,18 +273,6 @@ def _with_value(task: Any, value: Callable[[torch.nn.Parameter], torch.Tensor], 
     return replace(task, param_weight=value(task.param_weight).detach().to(dtype).contiguous())
 
 
-@contextmanager
-def _hidden(model: PolicyModel, names: tuple[str, ...]) -> Iterator[None]:
-    """Remove the parameters ``names`` from the model within the context."""
-    parameters = dict(model._parameters)
-    for name in names:
-        model._parameters.pop(name, None)
-    try:
-        yield
-    finally:
-        model._parameters.update(parameters)
-
-
 class _Tensors(Mapping[str, torch.Tensor]):
     """A checkpoint's tensors in the interface that Megatron-Bridge expects; each is read when it is accessed."""
 
@@ -304,11 +295,3 @@ class _Tensors(Mapping[str, torch.Tensor]):
     def get_all_keys(self) -> list[str]:
         """Return the names of all tensors."""
         return list(self)
-
-
-@dataclass(frozen=True)
-class _Checkpoint:
-    """A pretrained model, as far as Megatron-Bridge reads it."""
-
-    config: PretrainedConfig
-    state: _Tensors

@@ -1,7 +1,7 @@
 """Checkpoints of Megatron's models and optimizers, which can be read under any layout of ranks."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -34,16 +34,8 @@ from torch.futures import Future
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from miles.models.base import EMBEDDING
+from miles.training import checkpoint_io
 from miles.training.checkpoint_files import in_one_line, read_run_state, write_run_state
-from miles.training.checkpoint_io import (
-    StagedFiles,
-    StagingWriter,
-    checked_index,
-    loading,
-    restore_random_state,
-    save_errors,
-    write_random_state,
-)
 from miles.training.megatron.model.adapter import Adapter
 from miles.training.megatron.moe import expert_biases
 from miles.training.megatron.policy_model import PolicyModel
@@ -51,6 +43,7 @@ from miles.training.megatron.process_groups import Ranks
 from miles.training.megatron.runner import MegatronOptimizer
 from miles.training.megatron.versions import objects_to_write
 from miles.types.groups import gather_objects
+from miles.types.weights import in_buckets
 
 # Adam's state by model parameter, for all of Megatron's optimizers.
 #
@@ -82,7 +75,7 @@ class AdamState:
     def __init__(self, adam: Any) -> None:
         parts = adam.chained_optimizers if isinstance(adam, ChainedOptimizer) else [adam]
         sharded = [part for part in parts if isinstance(part, DistributedOptimizer)]
-        self._sharded = {p: part for part in sharded for p in _tracked(part)}
+        self._sharded = {p: part for part in sharded for buffer in part.buffers for p in buffer.param_index_map}
         self._held = {p: held for part in sharded for p, held in _held(part)}
         self._owner = {main: part for part in parts for group in _groups(part) for main in group["params"]}
 
@@ -137,13 +130,9 @@ class AdamState:
         held, adam = self._held[parameter], part.optimizer
         if isinstance(adam, HybridDeviceOptimizer):
             held = adam.param_to_inner_param[held]  # fp32, and in host memory if it is offloaded
-            adam = _optimizer_of(held, adam.sub_optimizers)
+            parts = adam.sub_optimizers
+            adam = next(part for part in parts for group in part.param_groups for p in group["params"] if p is held)
         return held, slice(place.start, place.end), adam
-
-
-def _optimizer_of(held: torch.Tensor, optimizers: list[Any]) -> Any:
-    """Return the optimizer that updates ``held``."""
-    return next(adam for adam in optimizers for group in adam.param_groups for p in group["params"] if p is held)
 
 
 def _groups(part: Any) -> list[dict[str, Any]]:
@@ -159,11 +148,6 @@ def _held(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, torc
     """
     for in_fp32, in_bf16, group in zip(part.model_fp32_groups, part.model_float16_groups, _groups(part), strict=True):
         yield from zip((*in_fp32, *in_bf16), group["params"], strict=True)
-
-
-def _tracked(part: DistributedOptimizer) -> Iterator[torch.nn.Parameter]:
-    for buffer in part.buffers:
-        yield from buffer.param_index_map
 
 
 # Writes Megatron's ``torch_dist`` format from the training processes themselves, tensor by tensor.
@@ -186,7 +170,7 @@ class DirectWriter(TorchDistSaveShardedStrategy):
     replica if several do.
     """
 
-    def __init__(self, pieces: Mapping[str, Piece], staged: StagedFiles | None = None) -> None:
+    def __init__(self, pieces: Mapping[str, Piece], staged: checkpoint_io.StagedFiles | None = None) -> None:
         super().__init__("torch_dist", 1)
         self._pieces = pieces
         self._staged = staged
@@ -259,7 +243,7 @@ class _Planner(DefaultSavePlanner):
         return elements.to("cpu", torch.float32, copy=True).view(sizes)
 
 
-class _OneByOne(StagingWriter):
+class _OneByOne(checkpoint_io.StagingWriter):
     """Writes one file per rank. torch's own keeps every tensor in memory until its file is complete."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -348,7 +332,7 @@ def save(
     optimizer: MegatronOptimizer,
     ranks: Ranks,
     state: dict[str, Any],
-    staged: StagedFiles | None = None,
+    staged: checkpoint_io.StagedFiles | None = None,
 ) -> None:
     """Write everything that a resumed run needs into ``folder``, which is empty. Collective.
 
@@ -358,10 +342,10 @@ def save(
     adam = AdamState(optimizer.adam)
     sharded = _sharded(policy, ranks)
     pieces = {name: adam.piece(described.data) for name, described in sharded.items()}
-    with save_errors(folder):
+    with checkpoint_io.save_errors(folder):
         writer = DirectWriter(pieces, staged)
         dist_checkpointing.save(_empty(sharded, KINDS, "meta"), str(folder), sharded_strategy=writer)
-    write_random_state(folder, tensor_parallel.get_cuda_rng_tracker().get_states())
+    checkpoint_io.write_random_state(folder, tensor_parallel.get_cuda_rng_tracker().get_states())
     if dist.get_rank() == 0:
         write_run_state(folder, "megatron", state, optimizer.state())
     dist.barrier()
@@ -379,7 +363,7 @@ def load(
         adam.restore(parameter, whole, steps)
     optimizer.steps_done = steps
     if rng:
-        states = restore_random_state(folder)
+        states = checkpoint_io.restore_random_state(folder)
         if states:
             tensor_parallel.get_cuda_rng_tracker().set_states(states)
     launcher: dict[str, Any] = state["launcher"]
@@ -409,7 +393,7 @@ def save_weights(
     policy: PolicyModel,
     ranks: Ranks,
     value_of: Callable[[torch.Tensor], torch.Tensor],
-    staged: StagedFiles | None = None,
+    staged: checkpoint_io.StagedFiles | None = None,
 ) -> None:
     """Write weights alone: ``value_of`` each weight of ``policy``. Collective.
 
@@ -420,7 +404,7 @@ def save_weights(
         name: Piece(0, described.data.numel(), False, {MASTER: value_of(described.data).detach().view(-1)})
         for name, described in sharded.items()
     }
-    with save_errors(folder):
+    with checkpoint_io.save_errors(folder):
         writer = DirectWriter(pieces, staged)
         dist_checkpointing.save(_empty(sharded, (MASTER,), "meta"), str(folder), sharded_strategy=writer)
     if dist.get_rank() == 0:
@@ -433,7 +417,7 @@ def _read(
 ) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
     """Yield each parameter with its whole fp32 tensors, on CPU. Collective: all ranks read equally often."""
     sharded = _sharded(policy, ranks)
-    buckets = list(_buckets(sharded.items(), 4 * len(kinds)))
+    buckets = list(in_buckets(sharded.items(), lambda part: 4 * len(kinds) * part.data.numel(), BUCKET_BYTES))
     try:
         # Checks all parts of every tensor, which a bucket may lack.
         parts, _ = save_preprocess(_empty(sharded, kinds, "meta"))
@@ -441,7 +425,7 @@ def _read(
         _check_holds_only(folder, policy, set().union(*names), flag)
         for turn in range(max(turns)):
             mine = buckets[turn] if turn < len(buckets) else {}
-            with loading(folder, flag):
+            with checkpoint_io.loading(folder, flag):
                 tensors = dist_checkpointing.load(
                     _empty(mine, kinds, "cpu"), str(folder), validate_access_integrity=False
                 )
@@ -462,7 +446,7 @@ def _check_holds_only(folder: Path, policy: PolicyModel, names: Set[str], flag: 
     Raises:
         ValueError: The checkpoint ``folder`` belongs to another model.
     """
-    index = checked_index(folder, flag)
+    index = checkpoint_io.checked_index(folder, flag)
     sizes = {
         name: entry.size
         for name, entry in index.state_dict_metadata.items()
@@ -478,20 +462,6 @@ def _check_holds_only(folder: Path, policy: PolicyModel, names: Set[str], flag: 
             f"{flag}: the checkpoint {folder} does not hold this model ({reason}); give one that was saved with the "
             "same model"
         )
-
-
-def _buckets(sharded: Iterable[tuple[str, Sharded]], element_bytes: int) -> Iterator[dict[str, Sharded]]:
-    bucket: dict[str, Sharded] = {}
-    free = BUCKET_BYTES
-    for name, described in sharded:
-        size = element_bytes * described.data.numel()
-        if bucket and size > free:
-            yield bucket
-            bucket, free = {}, BUCKET_BYTES
-        bucket[name] = described
-        free -= size
-    if bucket:
-        yield bucket
 
 
 def _empty(sharded: dict[str, Sharded], kinds: tuple[str, ...], device: str) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.utils import _device
 
+from miles.base.attributes import set_within
+
 
 def support_cpu() -> None:
     """Patch torch and Megatron for CPU. Call it on the training thread, before importing Megatron. Idempotent."""
@@ -108,12 +110,8 @@ def _import_uncompiled() -> None:
     They are marked for ``torch.compile``, which imports its compiler for GPU kernels at the first mark: 1 s of
     processor time in every rank. Functions marked later follow the choice that ``megatron.core.jit`` makes here.
     """
-    module: Any = torch
-    compiler, module.compile = module.compile, _as_written
-    try:
+    with set_within(torch, compile=_as_written):
         importlib.import_module("megatron.core.jit")
-    finally:
-        module.compile = compiler
 
 
 def _as_written(function: Any = None, **_: Any) -> Any:

@@ -34,7 +34,7 @@ from miles.types.train_batch import MicroBatch, TrainShard
 #
 # They are not added to the loss that the schedule sees, because it may be on another pipeline stage. Instead their
 # gradient is attached to an activation (``attach``), so the schedule's factor does not apply to them;
-# ``MegatronLossScaling.auxiliary_loss_factor`` does, for either contract with Megatron. With it, each loss obeys the
+# ``LossScaling.auxiliary_loss_factor`` does, for either contract with Megatron. With it, each loss obeys the
 # rule of docs/loss-aggregation.md: a token's share is divided by a count of the whole step, and gradients are sums.
 #
 # Megatron 0.16.1 divides by counts of a rank and a micro-batch instead, which is right only for equal micro-batches

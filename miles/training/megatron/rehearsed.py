@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from miles.base.attributes import set_within
 from miles.base.flags import refuse
 from miles.batch.collate import collate
 from miles.config.settings import Settings
@@ -31,7 +32,7 @@ from miles.training.megatron.layers import PackedRotaryEmbedding
 from miles.training.megatron.model.packed_tokens import PackedTokens
 from miles.training.megatron.moe import BalancedRouter
 from miles.training.megatron.policy_model import PolicyModel
-from miles.training.megatron.runner import MegatronModel, MegatronTrainedModel, gradients, model_state
+from miles.training.megatron.runner import MegatronTrainedModel, gradients, model_state
 from miles.types.train_batch import TrainShard
 
 
@@ -73,7 +74,7 @@ class RehearsedMegatron(MegatronBackend):
 
     def __init__(self, settings: Settings, device: torch.device, total_steps: int) -> None:
         super().__init__(settings, device, total_steps, _BuilderWithoutWeights)
-        for config in (model.stage.config for model in self._trained()):
+        for config in (model.stage.config for model in self.trained()):
             config.finalize_model_grads_func = self._finalized(config.finalize_model_grads_func)
 
     def _finalized(self, finalize: Callable[..., None]) -> Callable[..., None]:
@@ -95,20 +96,20 @@ class RehearsedMegatron(MegatronBackend):
 
     def weights(self) -> Iterator[torch.Tensor]:
         """Yield the parameters, which may be parts of one buffer, and the buffers."""
-        for model in self._models():
+        for model in self.models():
             yield from model_state(model.stage.chunks)
         if self.following is not None:
             yield from self.following.exact.values()
 
     def gradients(self) -> Iterator[torch.Tensor]:
         """Yield the fp32 buffers where gradients are accumulated."""
-        for model in self._trained():
+        for model in self.trained():
             yield from gradients(model.distributed)
 
     def optimizer_states(self) -> Iterator[torch.Tensor]:
         """Yield master weights and moments."""
         held = {tensor.untyped_storage()._cdata for tensor in self.weights()}
-        for model in self._trained():
+        for model in self.trained():
             adam: Any = model.optimizer.adam
             for part in getattr(adam, "chained_optimizers", [adam]):
                 if part.optimizer is None:  # no parameters of its kind on this stage
@@ -150,7 +151,7 @@ class RehearsedMegatron(MegatronBackend):
             return
         if self.policy.distributed[0].ddp_config.overlap_grad_reduce:
             return
-        stages = {id(model.stage): model.stage for model in self._models()}
+        stages = {id(model.stage): model.stage for model in self.models()}
         for block in (chunk.decoder for stage in stages.values() for chunk in stage.chunks):
             if indices := leave_out(block.layers):
                 block.running = tuple(layer for place, layer in enumerate(block.layers) if place not in indices)
@@ -176,13 +177,6 @@ class RehearsedMegatron(MegatronBackend):
     def _is_interleaved(self) -> bool:
         return len(self.policy.stage.chunks) > 1
 
-    def _trained(self) -> list[MegatronTrainedModel]:  # type: ignore[type-arg]
-        return [model for model in (self.policy, self.critic) if model is not None]
-
-    def _models(self) -> list[MegatronModel]:  # type: ignore[type-arg]
-        models = (self.policy, self.critic, self.reference, self.teacher)
-        return [model for model in models if model is not None]
-
 
 class _ShortBlock(TransformerBlock):
     """A block that runs only some of its layers."""
@@ -193,19 +187,15 @@ class _ShortBlock(TransformerBlock):
 
     def forward(self, *args: Any, **named: Any) -> Any:
         """Run these layers. All the others are there again at the end."""
-        layers, count = self.layers, self.num_layers_per_pipeline_rank
-        self.layers, self.num_layers_per_pipeline_rank = nn.ModuleList(self.running), len(self.running)
-        try:
+        running = nn.ModuleList(self.running)
+        with set_within(self, layers=running, num_layers_per_pipeline_rank=len(running)):
             return super().forward(*args, **named)
-        finally:
-            self.layers, self.num_layers_per_pipeline_rank = layers, count
 
     def _get_layer(self, layer_number: int) -> nn.Module:
         return self.running[layer_number]  # recomputation asks for it, after the forward pass
 
 
-@contextmanager
-def _groups_of_this_rank() -> Iterator[None]:
+def _groups_of_this_rank() -> AbstractContextManager[None]:
     """Let Megatron create the process groups that this rank is in, and compute each division of the ranks once.
 
     With 1,024 ranks it creates thousands of others.
@@ -218,11 +208,7 @@ def _groups_of_this_rank() -> Iterator[None]:
     def divide_once(world_size: int, sizes: list[int], mask: list[bool]) -> list[list[int]]:
         return [[*ranks] for ranks in _divided(divide, world_size, tuple(sizes), tuple(mask))]  # the caller's to change
 
-    parallel_state.create_group, parallel_state.generate_masked_orthogonal_rank_groups = create_own, divide_once
-    try:
-        yield
-    finally:
-        parallel_state.create_group, parallel_state.generate_masked_orthogonal_rank_groups = create, divide
+    return set_within(parallel_state, create_group=create_own, generate_masked_orthogonal_rank_groups=divide_once)
 
 
 @lru_cache(maxsize=64)
@@ -238,7 +224,7 @@ def rehearsed(
     if settings.megatron.megatron_to_hf_mode != "raw":
         rule = "cannot be rehearsed: Megatron-Bridge builds a model from its weights"
         refuse("megatron_to_hf_mode", settings.megatron.megatron_to_hf_mode, rule, "use raw, or --train-backend fsdp")
-    shapes, routing = P2PCommunicator._communicate_shapes, BalancedRouter.routing
+    routing, packed, rotary = BalancedRouter.routing, PackedTokens.of, PackedRotaryEmbedding.__init__
     built: list[RehearsedMegatron] = []
 
     def expected_shapes(*_: Any, **__: Any) -> tuple[list[int], list[int]]:
@@ -252,8 +238,6 @@ def rehearsed(
             chosen = assumed_experts(tokens, experts, self.topk, dist.get_rank(group), group.size(), imbalance)
             return probabilities, torch.from_numpy(chosen.copy())  # every layer has its own
 
-    norm, packed, rotary = clip_grads.l2_norm_impl, PackedTokens.of, PackedRotaryEmbedding.__init__
-
     def without_values(self: PackedRotaryEmbedding, frequencies: torch.Tensor) -> None:
         """Keep the shape only: every layer computes the cosines and sines of all tokens."""
         rotary(self, torch.empty(frequencies.shape, dtype=torch.float32))
@@ -262,22 +246,19 @@ def rehearsed(
         built[0].starting()
         return packed(*args)
 
-    PackedTokens.of = packed_at_start  # type: ignore[method-assign,assignment]
-    PackedRotaryEmbedding.__init__ = without_values  # type: ignore[method-assign,assignment]
-    clip_grads.l2_norm_impl = _norm
-    P2PCommunicator._communicate_shapes = expected_shapes
-    BalancedRouter.routing = assumed_routing  # type: ignore[method-assign]
     try:
-        with _groups_of_this_rank():
-            built.append(RehearsedMegatron(settings, device, total_steps))
-        built[0].shorten(leave_out)
-        yield built[0]
+        with (
+            set_within(PackedTokens, of=packed_at_start),
+            set_within(PackedRotaryEmbedding, __init__=without_values),
+            set_within(clip_grads, l2_norm_impl=_norm),
+            set_within(P2PCommunicator, _communicate_shapes=expected_shapes),
+            set_within(BalancedRouter, routing=assumed_routing),
+        ):
+            with _groups_of_this_rank():
+                built.append(RehearsedMegatron(settings, device, total_steps))
+            built[0].shorten(leave_out)
+            yield built[0]
     finally:
-        PackedRotaryEmbedding.__init__ = rotary  # type: ignore[method-assign]
-        clip_grads.l2_norm_impl = norm
-        PackedTokens.of = packed  # type: ignore[method-assign]
-        P2PCommunicator._communicate_shapes = shapes
-        BalancedRouter.routing = routing  # type: ignore[method-assign]
         MoEAuxLossAutoScaler.main_loss_backward_scale = None  # it outlives a run
         parallel_state.destroy_model_parallel()
 

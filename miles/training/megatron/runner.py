@@ -4,11 +4,12 @@ Only the last pipeline stage has a loss: results are there, and empty lists on t
 """
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Generic, Protocol
+from typing import Any, Generic
 
 import megatron.core.optimizer
 import torch
@@ -190,58 +191,48 @@ Metrics = dict[str, torch.Tensor]
 ScheduleLoss = tuple[torch.Tensor | Metrics, ...]  # the results of the schedule's loss function
 
 
-class MegatronLossScaling(Protocol):
-    """One contract with the schedule. Made for one pass over a step; called once per micro-batch, in order."""
+@dataclass
+class LossScaling(ABC):
+    """One contract with the schedule. Made for one pass over a step; called once per micro-batch, in order.
 
-    @property
-    def auxiliary_loss_factor(self) -> float:
-        """The factor of a loss that does not pass through the schedule (moe.py)."""
-        ...
+    Attributes:
+        auxiliary_loss_factor: The factor of a loss that does not pass through the schedule (moe.py).
+    """
 
+    auxiliary_loss_factor: float
+
+    @abstractmethod
     def __call__(self, output: LossOutput, micro: MicroBatch) -> ScheduleLoss:
         """Return the tuple of this contract."""
-        ...
 
 
 @dataclass
-class AveragingScaling:
+class AveragingScaling(LossScaling):
     """``calculate_per_token_loss`` off: the two-tuple ``(loss, metrics)``.
 
     The schedule and the data-parallel reduction multiply by constants that are known beforehand; the loss is divided by
-    them.
+    them. Losses inside the model pass through the second alone.
     """
 
-    num_micro_batches: int
-    token_ranks: int
-
-    @property
-    def auxiliary_loss_factor(self) -> float:
-        """Cancel the data-parallel average alone."""
-        return 1.0 / average_of_ddp(self.token_ranks)
+    average: float
 
     def __call__(self, output: LossOutput, micro: MicroBatch) -> ScheduleLoss:
         """Return the loss before both averages."""
-        average = average_of_schedule(self.num_micro_batches) * average_of_ddp(self.token_ranks)
-        return output.loss / average, output.metrics
+        return output.loss / self.average, output.metrics
 
 
 @dataclass
-class PerTokenScaling:
+class PerTokenScaling(LossScaling):
     """``calculate_per_token_loss`` on: the three-tuple ``(loss, tokens, metrics)``.
 
-    Megatron divides gradients by the tokens that all ranks and micro-batches report (``finalize_model_grads``). They
-    add up to T, the loss tokens of the step, so the loss is multiplied by T: under ``token_mean``, whose shares hold
-    1/T, that is the plain sum of token losses. ``scored_tokens`` counts the tokens of samples that are not trained on;
-    they are reported once, with the first micro-batch.
+    Megatron divides gradients of every loss by the tokens that all ranks and micro-batches report
+    (``finalize_model_grads``). They add up to T, the loss tokens of the step, so losses are multiplied by T: under
+    ``token_mean``, whose shares hold 1/T, that is the plain sum of token losses. ``scored_tokens`` counts the tokens of
+    samples that are not trained on; they are reported once, with the first micro-batch.
     """
 
     num_loss_tokens: int
     scored_tokens: int
-
-    @property
-    def auxiliary_loss_factor(self) -> float:
-        """T: gradients of every loss are divided by it."""
-        return float(self.num_loss_tokens)
 
     def __call__(self, output: LossOutput, micro: MicroBatch) -> ScheduleLoss:
         """Return the loss times T, with the loss tokens of this rank."""
@@ -250,21 +241,18 @@ class PerTokenScaling:
         return output.loss * self.num_loss_tokens, tokens, output.metrics
 
 
-def scaling_of(shard: TrainShard, per_token: bool, ranks: Ranks, micro_batches: int) -> MegatronLossScaling:
+def scaling_of(shard: TrainShard, per_token: bool, ranks: Ranks, micro_batches: int) -> LossScaling:
     """Return the contract that ``calculate_per_token_loss`` selects, for one pass over ``shard``.
 
     ``micro_batches`` are those that the schedule runs, empty ones among them.
     """
     if not per_token:
-        return AveragingScaling(micro_batches, ranks.token_group.size())
-    return PerTokenScaling(shard.batch.num_loss_tokens, _scored_tokens(shard, ranks))
-
-
-def _scored_tokens(shard: TrainShard, ranks: Ranks) -> int:
-    """Count the loss tokens of ``score_only``; of ranks that share a sample, the first counts them all."""
-    masks = shard.batch.loss_masks
+        of_ddp = average_of_ddp(ranks.token_group.size())
+        return AveragingScaling(1.0 / of_ddp, average_of_schedule(micro_batches) * of_ddp)
+    tokens, masks = shard.batch.num_loss_tokens, shard.batch.loss_masks
+    # Of ranks that share a sample, the first counts its tokens.
     firsts = (plan for plan in shard.score_only if ranks.context.of(plan.context_parallel_size).rank == 0)
-    return sum(int(masks[i].sum()) for plan in firsts for i in plan.samples)
+    return PerTokenScaling(float(tokens), tokens, sum(int(masks[i].sum()) for plan in firsts for i in plan.samples))
 
 
 class MegatronModel(Generic[Scorer]):
@@ -425,7 +413,7 @@ class MegatronTrainedModel(MegatronModel[Scorer]):
     def forward_backward(self, shard: TrainShard, loss_function: LossFunction[Scorer]) -> StepSums:
         """Score the samples that are not trained on, then run backward through every micro-batch."""
         scored = self.forward(shard, shard.score_only, lambda micro, scorer: loss_function(micro, scorer).metrics)
-        micro_batches = len(self._padded(shard.micro_batches)) if shard.micro_batches else 0
+        micro_batches = max(1, len(self._padded(shard.micro_batches)))
         scaling = scaling_of(shard, self.stage.config.calculate_per_token_loss, self.ranks, micro_batches)
         auxiliary: AuxiliaryStep | None = None
         if self.sizes.has_auxiliary_loss:
@@ -466,8 +454,7 @@ class MegatronTrainedModel(MegatronModel[Scorer]):
                 if canary in bucket.params:
                     # Not bucket.param_to_index, which leaves out the padding between parameters.
                     start = canary.main_grad.storage_offset() - bucket.grad_data.storage_offset()
-                    owner: int = start // (bucket.grad_data.numel() // self.ranks.token_group.size())
-                    return owner
+                    return int(start // (bucket.grad_data.numel() // self.ranks.token_group.size()))
         raise AssertionError("every parameter has a bucket")
 
 

@@ -35,14 +35,12 @@ class WeightConverter(Protocol):
 
     def shape_of(self, config: PretrainedConfig) -> dict[str, Any]:
         """Return the shape of another model. Raises ``ValueError`` for one that would not be computed correctly."""
-        ...
 
     def load(self, model: PolicyModel, weights: HuggingFaceWeights) -> None:
         """Fill the parameters of ``model``, in their dtype. Every rank of the layout calls it.
 
         Raises ``ValueError`` naming a tensor that the checkpoint does not have, or has in another shape.
         """
-        ...
 
     def export(
         self, model: PolicyModel, value: Callable[[torch.nn.Parameter], torch.Tensor], dtype: torch.dtype
@@ -51,14 +49,12 @@ class WeightConverter(Protocol):
 
         ``value`` returns the exported tensor of a parameter: its data or its gradient, in its shape and any dtype.
         """
-        ...
 
     def linear_layers(self, model: PolicyModel) -> list[LinearLayer]:
         """Return the decoder's linear layers of a chunk that can get an adapter, with their names in the whole model.
 
         Raises ``ValueError`` if the converter knows no adapters.
         """
-        ...
 
 
 def build_converter(mode: str, config: PretrainedConfig, weights: HuggingFaceWeights, ranks: Ranks) -> WeightConverter:

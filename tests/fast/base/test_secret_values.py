@@ -8,7 +8,7 @@ import pytest
 from miles.base.secrets import HIDDEN, hide_in_text, is_secret, public, public_words, secrets_in, split_secret_words
 from miles.config.megatron.fields import megatron_fields
 from miles.config.parser import declared
-from miles.config.sglang.flags import known_router_flags, known_server_flags
+from miles.config.sglang.installed import router_flags, server_flags
 
 
 def test_every_flag_with_a_suspicious_name_is_classified():
@@ -17,9 +17,9 @@ def test_every_flag_with_a_suspicious_name_is_classified():
     assert own == {"wandb_key", "notify_url", "judge_api_key"}
     assert not {name for name in megatron_fields() if is_secret(name)}
     of_servers = {"--api-key", "--admin-api-key", "--ssl-keyfile-password"}
-    assert {name for name in known_server_flags() if is_secret(name)} <= of_servers
+    assert {name for name in server_flags() if is_secret(name)} <= of_servers
     of_routers = {"--api-key", "--control-plane-api-keys", "--oracle-password"}
-    assert {name for name in known_router_flags() if is_secret(name)} <= of_routers
+    assert {name for name in router_flags() if is_secret(name)} <= of_routers
 
 
 @pytest.mark.parametrize("name", ["HF_TOKEN", "AWS_ACCESS_KEY_ID", "PGPASSWORD", "MY_SECRETS", "OPENAI_API_KEY"])

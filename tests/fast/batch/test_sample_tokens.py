@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from miles.batch.collate import collate
-from miles.compat.losses.call import sample_tokens
+from miles.compat.losses import sample_tokens
 from miles.types.groups import ContextGroup
 
 LENGTHS = [(3, 2), (3, 5), (1, 7), (4, 1)]

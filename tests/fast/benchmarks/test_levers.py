@@ -53,7 +53,7 @@ def make_bench(levers, tmp_path_factory):
 def generated(runner, number):
     """Return four samples of a prompt; half of the groups have one reward."""
     prompt = Prompt("", (*SHARED_START, 1 + number, 2))
-    sequences = [Sequence.start(prompt.token_ids, SamplingParams(6), frozenset(), 10 * number + i, 0) for i in range(4)]
+    sequences = [Sequence(prompt.token_ids, SamplingParams(6), frozenset(), 10 * number + i, 0) for i in range(4)]
     batch = RunningBatch(runner)
     batch.admit(sequences, 0)
     while batch.sequences:

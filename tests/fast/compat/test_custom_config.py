@@ -3,7 +3,7 @@
 import pytest
 
 from miles.base.flags import FlagError
-from miles.config.flags_view import flags_view
+from miles.config.functions import flags_view
 
 
 @pytest.fixture

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 import re
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,7 +40,7 @@ def test_an_unknown_backend_is_refused() -> None:
 
 
 async def test_an_unknown_engine_is_refused() -> None:
-    settings = SimpleNamespace(rollout=replace(RolloutArguments(), rollout_engine="lmdeploy"))
+    settings = Settings(rollout=RolloutArguments(rollout_engine="lmdeploy"))
     with pytest.raises(ValueError, match="--rollout-engine lmdeploy: unknown; choose from torch, sglang, vllm"):
         await start_engine(settings, host=None)
 

@@ -122,9 +122,9 @@ def test_what_comes_later_wins(nested, tmp_path):
 
 def test_the_settings_of_files_that_are_replaced_are_named(nested, tmp_path):
     (tmp_path / "flags").write_text("--lr 3 --seed 4\n--wandb-key sesame\n")
-    assert read_command(["--config", nested]).replaced == ()
+    assert read_command(["--config", nested]).expanded.replaced == ()
     words = ["--config", nested, "rollout_seed=9", f"@{tmp_path / 'flags'}", "--lr", "5", "--wandb-key", "x"]
-    assert read_command(words).replaced == (
+    assert read_command(words).expanded.replaced == (
         f"--lr 3 ({tmp_path / 'flags'})",
         f"--wandb-key (hidden) ({tmp_path / 'flags'})",
         f"--rollout-seed 012 ({nested}:20)",

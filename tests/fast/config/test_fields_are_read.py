@@ -30,10 +30,10 @@ def nodes_that_act(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def names_read(path: Path) -> set[str]:
-    """Return the attributes that a file reads, in functions that act; in the objective also by ``getattr``."""
+    """Return the attributes that a file reads, in functions that act; those that are in tables also by ``getattr``."""
     nodes = list(nodes_that_act(ast.parse(path.read_text(encoding="utf-8"))))
     read = {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
-    if PACKAGE / "objective" in path.parents:
+    if PACKAGE / "objective" in path.parents or path == PACKAGE / "config" / "evaluation.py":
         read |= {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
     return read
 

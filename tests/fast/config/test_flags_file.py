@@ -39,6 +39,19 @@ def test_variables_of_the_script_are_read(monkeypatch):
     assert words(script) == ["--num-experts", "16", *model]
 
 
+@pytest.mark.parametrize(
+    ("script", "read"),
+    [
+        ("A=(--a 1)\n# python train.py ${A[@]}\n", "--a 1"),
+        ('A=(--a 1)\nA=("${A[@]}" --b 2)\n', "--a 1 --b 2"),
+        ("A=(--a 1)\nB=(--a 2)\nA+=(--b 3)\n", "--a 1 --a 2 --b 3"),
+        ("A=(--a x${NONE_OF_THESE:-})\n", "--a x"),
+    ],
+)
+def test_arrays_keep_all_their_words_in_order(script, read):
+    assert words(script) == read.split()
+
+
 @pytest.mark.parametrize(("script", "said"), rows(__file__, "test_what_needs_a_shell_is_refused_with_the_way_out"))
 def test_what_needs_a_shell_is_refused_with_the_way_out(tmp_path, script, said):
     (tmp_path / "model.sh").write_text(script)

@@ -21,7 +21,7 @@ from miles.compat.border import parse_or_exit
 from miles.compat.verdicts import FOREIGN_FLAGS
 from miles.config.megatron.fields import MODEL_FLAGS, megatron_fields
 from miles.config.settings import SECTIONS
-from miles.config.sglang.flags import known_router_flags, known_server_flags
+from miles.config.sglang.installed import router_flags, server_flags
 from tests.fast.config.conftest import MINIMAL
 
 ROOT = Path(__file__).parents[3]
@@ -270,8 +270,8 @@ OWN = [flag_name(field.name) for section in SECTIONS.values() for field in datac
 OTHERS = [
     *FOREIGN_FLAGS,
     *(field.flag for field in (*MODEL_FLAGS, *megatron_fields().values())),
-    *(f"--sglang-{flag[2:]}" for flag in sorted(known_server_flags())),
-    *(f"--router-{flag[2:]}" for flag in sorted(known_router_flags())),
+    *(f"--sglang-{flag[2:]}" for flag in sorted(server_flags())),
+    *(f"--router-{flag[2:]}" for flag in sorted(router_flags())),
 ]
 HOSTILE = st.one_of(
     st.integers().map(str),

@@ -317,10 +317,18 @@ def test_a_start_and_a_plan_refuse_before_torch_and_ray_are_imported(folder, com
     assert ended.stderr.endswith("[]\n"), ended.stderr
 
 
+def test_a_malformed_file_of_sets_is_told_in_a_fresh_process(folder):
+    (folder / "sets.yaml").write_text("- {name: held, source: rows.jsonl, temprature: 1}\n")
+    flags = words(folder, "--eval-interval 1 --eval-config sets.yaml")
+    ended = subprocess.run([sys.executable, "-c", START.format("explain"), *flags], capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert "unknown key temprature; did you mean temperature?" in ended.stderr
+
+
 @pytest.mark.slow
 def test_a_start_reads_images_though_it_reads_text_without_torch(folder):
     """In a fresh interpreter: where torch is imported already, rows are not read in a process without it."""
-    from miles.models.tiny import write_small_vision_model
+    from examples.small_task import write_small_vision_model
 
     write_small_vision_model(folder / "model", seed=1, hidden=32)
     Image.new("RGB", (8, 8)).save(folder / "square.png")

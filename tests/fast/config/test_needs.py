@@ -288,20 +288,14 @@ def test_a_converted_copy_of_the_model_is_the_model(accepted, refusals):
 
 
 def test_megatron_bridge_is_read_as_our_converter_where_that_is_the_same(accepted, refusals, monkeypatch, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3 | {"architectures": ["Qwen3ForCausalLM"]}))
     flags = f"--train-backend megatron --megatron-to-hf-mode bridge --hf-checkpoint {tmp_path}"
-    for is_missing, further, mode in ((True, "", "raw"), (False, "", "bridge"), (False, "--lora-rank 8", "raw")):
-        monkeypatch.setattr(normalize, "lacks_bridge", lambda is_missing=is_missing: is_missing)
-        if mode == "raw":
+    for fault, further, mode in (("is missing", "", "raw"), (None, "", "bridge"), (None, "--lora-rank 8", "raw")):
+        with monkeypatch.context() as patched:
+            patched.setattr(normalize, "fault_of_bridge", lambda fault=fault: fault)
             validated = accepted(f"{flags} {further}", without="--hf-checkpoint")
-            assert validated.settings.megatron.megatron_to_hf_mode == "raw"
-            assert any("--megatron-to-hf-mode bridge" in note.written for note in validated.accepted)
-        else:
-            errors = refusals(f"{flags} {further}", without="--hf-checkpoint")
-            assert any("megatron-bridge, which is not installed" in message for message in errors), (
-                "it is left unchanged"
-            )
-    monkeypatch.setattr(normalize, "lacks_bridge", lambda: True)
+        assert validated.settings.megatron.megatron_to_hf_mode == mode
+        assert any("--megatron-to-hf-mode bridge" in note.written for note in validated.accepted) == (mode == "raw")
     (tmp_path / "config.json").write_text(json.dumps(QWEN3 | {"model_type": "mistral"}))
     errors = refusals(flags, without="--hf-checkpoint")
     assert any(message.startswith("--megatron-to-hf-mode bridge: needs megatron-bridge") for message in errors)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from miles.compat.losses.call import compute_policy_loss, get_log_probs_and_entropy
+from miles.compat.losses import compute_policy_loss, get_log_probs_and_entropy
 from miles.objective.hooks import (
     AdvantageSamples,
     AdvantageTrajectory,

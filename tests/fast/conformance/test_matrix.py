@@ -21,7 +21,7 @@ from tiny_llama import SHAPE
 from tolerance import RELATIVE_ERROR
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from miles.models.tiny import write_small_vision_model
+from examples.small_task import write_small_vision_model
 
 AT_THREE = ("dp3", "dp3, padded by budget", "cp3", "cp3, packed", "dynamic cp, 3 ranks")
 EVERY_LAYOUT = [  # 3 divides neither the width nor the vocabulary of the model

@@ -56,7 +56,7 @@ def outputs(tmp_path_factory):
     shutil.copytree(folder / "tasks", folder / "shop_task")
     (folder / "shop_task" / "backward").rename(folder / "shop_task" / "shop")
     written = subprocess.run(
-        [sys.executable, EXAMPLES / "vision" / "write.py", folder / "count_task"], capture_output=True
+        [sys.executable, "-m", "examples.vision.write", folder / "count_task"], cwd=EXAMPLES.parent, capture_output=True
     )
     assert written.returncode == 0, written.stderr
     (folder / "words").write_text(WORDS)

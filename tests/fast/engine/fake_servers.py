@@ -13,8 +13,7 @@ from miles.config.servers.flags import SglangArguments
 from miles.config.servers.passed_on import ServerFlags
 from miles.engine.base import GenerationRequest, SamplingParams
 from miles.engine.servers.keys import keys_of
-from miles.engine.servers.processes import ChildProcess, free_port
-from miles.engine.servers.server_log import LogFile
+from miles.engine.servers.processes import ChildProcess, LogFile, free_port
 from miles.engine.sglang.engine import SglangEngine
 from miles.engine.sglang.launch import is_ready
 from miles.engine.sglang.router import Router

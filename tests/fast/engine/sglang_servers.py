@@ -11,9 +11,9 @@ from miles.config.servers.flags import SglangArguments
 from miles.config.servers.passed_on import ServerFlags
 from miles.engine.servers.keys import keys_of
 from miles.engine.servers.launch import ServerOnHost
-from miles.engine.servers.server_log import LogFile
+from miles.engine.servers.processes import LogFile
 from miles.engine.sglang.engine import SglangEngine
-from miles.engine.sglang.launch import ServerSpec
+from miles.engine.sglang.launch import SglangProgram
 from miles.engine.weight_sync.sender import WeightSender
 
 HOST = "127.0.0.1"
@@ -23,7 +23,7 @@ SMALL = ("--max-total-tokens", "4096", "--max-running-requests", "32")
 
 
 def server_of(model, log, seed=0, reads_text=False, devices=1, host=HOST):
-    spec = ServerSpec(model, "float32", "cpu", devices, seed=seed, flags=SMALL, keys=KEYS, reads_text=reads_text)
+    spec = SglangProgram(model, "float32", "cpu", devices, seed=seed, flags=SMALL, keys=KEYS, reads_text=reads_text)
     return ServerOnHost(spec, LogFile(log), host)
 
 

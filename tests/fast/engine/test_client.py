@@ -12,11 +12,12 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from miles.engine.base import Generation, GenerationRequest, SamplingParams
-from miles.engine.servers import client as fast_json
+from miles.engine.servers import client as servers_client
 from miles.engine.servers.client import SLOWEST_TRANSFER, EngineUnavailable, RequestRefused
-from miles.engine.servers.requests import Requests
-from miles.engine.sglang.client import SglangClient, read_experts, read_generation, sampling_params
-from miles.engine.sglang.receiver import SglangReceiver
+from miles.engine.servers.keys import NO_KEYS
+from miles.engine.servers.requests import Requests, ServersSenderConfig
+from miles.engine.sglang.client import SglangClient, SglangReceiver, read_experts, read_generation, sampling_params
+from miles.engine.vllm.client import VllmClient
 from miles.engine.weight_sync.deltas import WeightFolder
 from miles.types.weights import WeightChunk
 
@@ -119,16 +120,16 @@ def test_experts_of_another_shape_are_refused(value):
 @pytest.mark.parametrize("installed", [True, False], ids=["orjson", "json"])
 def test_json_is_the_same_with_and_without_orjson(monkeypatch, installed):
     if not installed:
-        monkeypatch.setattr(fast_json, "orjson", None)
+        monkeypatch.setattr(servers_client, "orjson", None)
     content = {"ids": (1, 2**40), "more": range(3), "big": 2**70, "text": "ä\n", "none": None, "value": -0.1}
-    sent = fast_json.encode(content)
-    assert fast_json.decode(sent) == content | {"ids": [1, 2**40], "more": [0, 1, 2]}
-    assert math.isnan(fast_json.decode(b"[NaN, 1]")[0])
+    sent = servers_client.encode(content)
+    assert servers_client.decode(sent) == content | {"ids": [1, 2**40], "more": [0, 1, 2]}
+    assert math.isnan(servers_client.decode(b"[NaN, 1]")[0])
     for broken in (b"", b"{", b"\xff"):
         with pytest.raises(ValueError):
-            fast_json.decode(broken)
+            servers_client.decode(broken)
     with pytest.raises(TypeError):
-        fast_json.encode(object())
+        servers_client.encode(object())
 
 
 @pytest.mark.parametrize(
@@ -191,6 +192,31 @@ async def test_a_server_has_the_longer_to_end_an_update_the_more_weights_it_has_
         await client.close()
 
 
+@pytest.mark.parametrize("kind", [SglangClient, VllmClient])
+@pytest.mark.parametrize("listens", [True, False])
+async def test_a_call_is_waited_for_while_its_server_listens(monkeypatch, kind, listens):
+    monkeypatch.setattr(servers_client, "LISTENING_SECONDS", 0.01)
+
+    async def take(reader, writer):
+        await reader.readuntil(b"{}")
+        if listens:
+            await asyncio.sleep(0.1)  # work: several looks long
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        else:
+            server.close()  # its connections stay open
+
+    server = await asyncio.start_server(take, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    client = kind(f"http://{host}:{port}", 1, seconds=60)
+    if listens:
+        assert await client.control("/load", {}) == {}
+    else:
+        with pytest.raises(EngineUnavailable, match="no longer listens"):
+            await asyncio.wait_for(client.control("/load", {}), 30)
+    await client.close()
+    server.close()
+
+
 class _Recorder:
     """A client and the only server, which keep what they are asked."""
 
@@ -202,14 +228,15 @@ class _Recorder:
     async def until_one_in_use(self):
         """Be in use."""
 
-    async def generate(self, prompt_ids, sampling, *others):
-        self.asked.append(sampling.stop_token_ids)
+    async def generate(self, request, *others):
+        self.asked.append(request.sampling.stop_token_ids)
         return Generation([5], [-1.0], "stop", 0)
 
 
 def test_servers_are_given_the_models_end_tokens():
     recorder = _Recorder()
-    requests = Requests(recorder, 1, 100, {7, 3}, False, None, asyncio.sleep)
+    config = ServersSenderConfig(SglangClient, 1, 100, frozenset({7, 3}), False, False, None, NO_KEYS, None, 1.0, "")
+    requests = Requests(recorder, config, 1, asyncio.sleep)
     request = GenerationRequest((1,), (0,), SamplingParams(4, stop_token_ids=(9, 3)))
     asyncio.run(requests.generate(request))
     assert [sorted(ids) for ids in recorder.asked] == [[3, 7, 9]]

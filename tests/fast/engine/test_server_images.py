@@ -10,19 +10,19 @@ from tolerance import SERVER_LOG_PROB_ERROR
 from transformers import AutoModelForImageTextToText
 from vision_models import play, png, prompt_with, write_vision_model
 
+from examples.small_task import write_small_vision_model
 from miles.batch.collate import collate
 from miles.batch.convert import convert
 from miles.config.servers.flags import SglangArguments
 from miles.config.vllm.environment import missing_vllm, vllm_python
 from miles.engine.base import EngineWrapper, GenerationRequest, SamplingParams
 from miles.engine.servers.launch import ServerOnHost
-from miles.engine.servers.server_log import LogFile
-from miles.engine.sglang.launch import ServerSpec
+from miles.engine.servers.processes import LogFile
+from miles.engine.sglang.launch import SglangProgram
 from miles.engine.vllm.engine import VllmEngine
 from miles.engine.vllm.launch import VllmProgram
 from miles.engine.weight_sync.sender import WeightSender
 from miles.models.images import load_processor, tensors_of
-from miles.models.tiny import write_small_vision_model
 from miles.objective.settings import LossArguments
 from miles.training.fsdp.models import load_policy
 from miles.types.sample import PromptGroup
@@ -50,11 +50,17 @@ def running(request, tmp_path_factory):
     else:
         write_vision_model(folder / "model", kind)
     if engine == "sglang":
-        program, make = ServerSpec(model, "float32", "cpu", 1, 0, flags=SMALL, keys=KEYS, reads_images=True), engine_of
+        program, make = (
+            SglangProgram(model, "float32", "cpu", 1, 0, flags=SMALL, keys=KEYS, reads_images=True),
+            engine_of,
+        )
     else:
         if (missing := missing_vllm(vllm_python())) is not None:
             pytest.skip(missing)
-        program, make = VllmProgram(vllm_python(), model, "float32", "cpu", 1, 0, KEYS, reads_images=True), of_vllm
+        program, make = (
+            VllmProgram(model, "float32", "cpu", 1, 0, KEYS, reads_images=True, python=vllm_python()),
+            of_vllm,
+        )
     server = ServerOnHost(program, LogFile(folder / "server.log"), HOST)
     try:
         url = server.start()

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from miles.engine.base import GenerationRequest, SamplingParams
 from miles.engine.servers.keys import bearer
-from miles.engine.servers.server_log import LogFile
+from miles.engine.servers.processes import LogFile
 from miles.engine.sglang.router import Router
 from miles.types.weights import in_chunks
 from tests.fast.engine.faulty_proxy import FaultyProxy

@@ -11,10 +11,10 @@ from tolerance import SERVER_LOG_PROB_ERROR
 from transformers import AutoModelForCausalLM
 
 from miles.engine.base import GenerationRequest, LocalHost, SamplingParams, ServerFailed
+from miles.engine.servers.engine import SpanningServer
 from miles.engine.servers.launch import START_SECONDS, ServerOnHost
-from miles.engine.servers.server_log import LogFile
-from miles.engine.servers.spanning import SpanningServer
-from miles.engine.sglang.launch import ServerSpec
+from miles.engine.servers.processes import LogFile
+from miles.engine.sglang.launch import SglangProgram
 from miles.types.weights import in_chunks
 from tests.fast.engine.sglang_servers import KEYS, SMALL, engine_of, log_probs_of, other_weights
 
@@ -70,7 +70,7 @@ async def test_a_process_that_does_not_start_ends_those_that_wait_for_it():
 
 
 def test_only_processes_of_several_nodes_meet_at_an_address(tmp_path):
-    one, second = (ServerSpec("m", "float32", "cpu", 2, seed=0, nodes=nodes, node=nodes - 1) for nodes in (1, 2))
+    one, second = (SglangProgram("m", "float32", "cpu", 2, seed=0, nodes=nodes, node=nodes - 1) for nodes in (1, 2))
     words = second.arguments("h", 1, "first:29")
     assert [words[words.index(flag) + 1] for flag in ("--nnodes", "--node-rank", "--dist-init-addr")] == [
         "2",
@@ -88,7 +88,7 @@ async def test_it_generates_and_takes_weights_as_the_model_does(tiny_model, tmp_
     """Two processes with a device each, instead of two nodes: tensor parallelism and a broadcast across them."""
     parts = []
     for node in range(2):
-        spec = ServerSpec(tiny_model, "float32", "cpu", 2, seed=0, flags=SMALL, keys=KEYS, nodes=2, node=node)
+        spec = SglangProgram(tiny_model, "float32", "cpu", 2, seed=0, flags=SMALL, keys=KEYS, nodes=2, node=node)
         build = partial(ServerOnHost, spec, LogFile(tmp_path / f"{node}.log"))
         parts.append(LocalHost("cpu").place_server(0, build, START_SECONDS, node))
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).requires_grad_(False)

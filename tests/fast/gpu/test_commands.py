@@ -6,7 +6,7 @@ from miles.config.parser import parse
 from miles.config.servers.passed_on import ServerFlags
 from miles.config.validate import validate
 from miles.engine.servers.keys import keys_of
-from miles.engine.sglang.engine import server_spec
+from miles.engine.sglang.engine import server_program
 from tests.fast.run.runs.launches import small_run
 from tests.gpu import server_speed
 from tests.gpu.sglang_engine import BY_KIND, settings_of
@@ -14,7 +14,7 @@ from tests.gpu.test_sglang_runs_gpu import DETERMINISTIC, KILLED, LORA, flags
 
 
 def server_words(settings):
-    spec = server_spec(settings, "cuda", 0, keys_of(ServerFlags(), external=False))
+    spec = server_program(settings, "cuda", 0, keys_of(ServerFlags(), external=False))
     return spec.arguments("127.0.0.1", 1)
 
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tolerance import DOUBLE_ERROR
 
+from miles.objective.adaptive import Coefficients
 from miles.objective.chosen import build_objective
-from miles.objective.coefficients import Coefficients
 from miles.objective.settings import LossArguments
 from miles.types.metrics import Metric
 

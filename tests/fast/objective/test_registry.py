@@ -16,11 +16,11 @@ from miles.config.explain import explain
 from miles.config.parser import build_parser, parse
 from miles.config.validate import validate
 from miles.objective.adaptive import AdaptiveEntropyFlags, AdaptiveKlFlags
-from miles.objective.advantage_flags import AdvantageFlags
 from miles.objective.aggregation import MODES, AggregationFlags
 from miles.objective.chosen import build_objective, objective_terms
 from miles.objective.distillation import DistillationFlags
 from miles.objective.estimators import ESTIMATORS
+from miles.objective.estimators.base import AdvantageFlags
 from miles.objective.kl import KlFlags
 from miles.objective.loss_types import LOSS_TYPES
 from miles.objective.policy_losses import POLICY_LOSSES

@@ -69,14 +69,15 @@ def test_a_set_of_the_file_has_its_own_sampling(tmp_path, held_out, suffix):
     ("entry", "fault"),
     [
         ({"temprature": 1}, "unknown key temprature; did you mean temperature"),
-        ({"top_p": 1.5}, "top_p is 1.5; it must be above 0"),
+        ({"top_p": 1.5}, r"top_p 1\.5: must be in \(0, 1\]; give a number from 0 to 1"),
+        ({"top_k": 0}, r"top_k 0: must be -1 \(all tokens\) or at least 1"),
         ({"top_k": True}, "top_k is True; give a value of type int"),
         ({"max_response_len": "9"}, "max_response_len is '9'; give a value of type int"),
-        ({"n_samples_per_eval_prompt": 0}, "n_samples_per_eval_prompt is 0"),
-        ({"temperature": float("inf")}, "temperature is inf"),
+        ({"n_samples_per_eval_prompt": 0}, "n_samples_per_eval_prompt 0: must be a finite number of at least 1"),
+        ({"temperature": float("inf")}, "temperature inf: must be a finite number of at least 0"),
         ({"source": ""}, "has no source"),
-        ({"n_samples_per_eval_prompt": 10**400}, "n_samples_per_eval_prompt is 10+…; it must be at most 2147483647"),
-        ({"max_response_len": 2**31}, "max_response_len is 2147483648; it must be at most 2147483647"),
+        ({"n_samples_per_eval_prompt": 10**400}, "n_samples_per_eval_prompt 10+…: must be at most 2147483647"),
+        ({"max_response_len": 2**31}, "max_response_len 2147483648: must be at most 2147483647"),
     ],
 )
 def test_faults_name_file_set_and_key(tmp_path, held_out, entry, fault):

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from miles.engine.base import SamplingParams
@@ -63,3 +65,15 @@ async def test_the_context_limit_holds_here_too(scripted_engine, tokenizer):
     engine = scripted_engine()
     await evaluated(engine, tokenizer, [eval_set(max_context_len=5)])
     assert [r.sampling.max_new_tokens for r in engine.requests] == [4, 3, 2]
+
+
+async def test_a_trajectory_of_several_samples_is_one_answer(scripted_engine, tokenizer):
+    async def first_in_two(group, engine, tokenizer, spec):
+        made = await generate_group(group, engine, tokenizer, spec)
+        return replace(made, samples=[made.samples[0], *made.samples])
+
+    tools = GroupTools(scripted_engine(), tokenizer, first_in_two, first_of_each)
+    metrics, _ = await evaluate([eval_set()], tools, 1)
+    values = {name.removeprefix("eval/held/"): metric.value for name, metric in metrics.items()}
+    assert values["accuracy"] == pytest.approx(2 / 12)
+    assert [values[f"pass@{k}"] for k in (1, 2, 4)] == pytest.approx([1 / 6, 1 / 3, 2 / 3])

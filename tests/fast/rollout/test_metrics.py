@@ -1,5 +1,6 @@
 from fractions import Fraction
 from itertools import combinations
+from statistics import fmean
 from types import SimpleNamespace
 
 import pytest
@@ -67,6 +68,29 @@ def test_the_part_that_knows_the_answer_decides_and_what_was_dropped_does_not_pa
     assert not left_out
     leave_out_mastered(prompts, rate)(group)
     assert left_out == [0]
+
+
+@pytest.mark.parametrize("percent", range(5, 101, 5))
+def test_a_prompt_is_left_out_at_exactly_the_rate(percent):
+    rate, passing = percent / 100, percent // 5
+    for passed in (passing - 1, passing):
+        samples = [Sample(Prompt("p", (1,)), 0, k, reward=float(k < passed)) for k in range(20)]
+        left_out: list[int] = []
+        leave_out_mastered(SimpleNamespace(leave_out=left_out.append), rate)(PromptGroup(0, Prompt("p", (1,)), samples))
+        assert left_out == [0] * (passed == passing)
+
+
+def test_a_trajectory_counts_once_however_many_samples_it_has():
+    """As it does in every estimator."""
+    rewards = {0: [1.0, 1.0, 1.0], 1: [0.0], 2: [1.0, 0.0]}  # by trajectory: 1, 0 and 1/2
+    group, reduced = (PromptGroup(0, Prompt("p", (1,), prompt_set="a")) for _ in range(2))
+    for trajectory, of_samples in rewards.items():
+        for each, reward in [(group, reward) for reward in of_samples] + [(reduced, fmean(of_samples))]:
+            each.samples.append(Sample(each.prompt, 0, trajectory, reward=reward, reward_parts={"math": reward}))
+    metrics, expected = (rollout_metrics([each], [each], 0, log_passrate=True) for each in (group, reduced))
+    names = ["reward", "reward_std", "reward/a", "reward_parts/math", "pass@1", "pass@2"]
+    assert [metrics[f"rollout/{name}"] for name in names] == [expected[f"rollout/{name}"] for name in names]
+    assert metrics["rollout/reward"].value == 0.5 and "rollout/pass@4" not in metrics
 
 
 def test_a_mean_over_nothing_is_not_taken_for_a_metric_of_the_users():

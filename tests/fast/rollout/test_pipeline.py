@@ -376,7 +376,7 @@ async def test_a_teacher_scores_the_groups_that_are_kept(settings, weights):
     await pipeline.update_weights(weights, 0)
     tools = replace(pipeline.producer.tools, teacher=Teacher())
     spec = GroupSpec.for_training(settings().rollout, seed=1)
-    (drawn,) = pipeline._stream.draw(1)
+    (drawn,) = pipeline.stream.draw(1)
     result = await produce_group(drawn, tools, spec)
     assert all(sample.teacher_log_probs for sample in result.group.samples)
     dropping = replace(spec, group_filter=lambda group: FilterDecision(False, "no"))

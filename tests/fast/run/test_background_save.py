@@ -3,6 +3,7 @@
 import errno
 import os
 import threading
+from concurrent.futures import wait
 from types import SimpleNamespace
 
 import pytest
@@ -62,7 +63,7 @@ def driver(tmp_path, monkeypatch):
     yield made, disk
     disk.set()
     if made._saving is not None:
-        made._saving.wait(60)
+        wait([made._saving], 60)
 
 
 def names(folder):
@@ -101,7 +102,7 @@ def test_a_failure_stops_the_run_before_the_next_step_and_leaves_earlier_checkpo
 
     monkeypatch.setattr(os, "fsync", lambda number, flush=os.fsync: full(number) if writes(number) else flush(number))
     made.save(4, LAUNCHER | {"rollouts_done": 4})
-    made._saving.wait(60)
+    wait([made._saving], 60)
     with pytest.raises(
         WriteFailed, match="the checkpoint after 4 iterations was not written, because the disk .* full"
     ):

@@ -13,7 +13,7 @@ import ray
 from ray.util.placement_group import placement_group
 
 from miles.config.cluster import ClusterArguments
-from miles.engine.servers.spanning import SpanningServer
+from miles.engine.servers.engine import SpanningServer
 from miles.run import session
 from miles.run.engine_actors import RayHost
 from miles.run.placement import GpuSlot, check_engines, choose_nodes, in_order, is_as_asked, ranks_by_node

@@ -10,8 +10,7 @@ import ray
 
 from miles.run import liveness
 from miles.run.failures import in_one_line
-from miles.run.liveness import ActorLost, Workers
-from miles.run.worker_actor import with_heartbeat
+from miles.run.liveness import ActorLost, Workers, with_heartbeat
 from tests.fast.run.actors.sleepers import FOR_EVER, Silent, Sleeper
 from tests.fast.run.actors.small_ray import small_ray
 
@@ -66,7 +65,7 @@ def test_a_call_that_takes_too_long_ends_the_wait_and_shows_where_its_worker_is(
 def test_a_failure_that_is_a_time_out_is_a_hang(crew, error, hangs):
     workers, (first, _), _ = crew
     reasons = []
-    workers._on_hang = reasons.append
+    workers.on_hang = reasons.append
     with pytest.raises(RuntimeError, match=error):
         workers.result(first.fail.remote(RuntimeError(error)))
     assert reasons == ([error] if hangs else [])
@@ -80,7 +79,7 @@ def test_silence_counts_from_the_end_of_the_imports(crew):
     with pytest.raises(ActorLost, match="importing .* no sign of life"):
         workers.result(first.sleep.remote(FOR_EVER))
     replaced = []
-    workers._on_replacement = lambda: replaced.append(True)
+    workers.on_replacement = lambda: replaced.append(True)
     workers.replace(second)
     assert replaced == [True]
 

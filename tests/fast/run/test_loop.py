@@ -122,7 +122,6 @@ def loop_of(
         steps_per_iteration=2,
         is_synchronous=True,
         stop=stop or StopRequests(60.0),
-        before_writing=before_writing,
         foreseen=foreseen,
     )
     loop.run()

@@ -148,7 +148,7 @@ def test_a_worker_that_a_signal_has_ended_is_no_failure(capsys):
     with stop.listening(), stop.finish_first(), pytest.raises(SystemExit) as ended:
         signal.raise_signal(signal.SIGTERM)
         with exit_with_message(settings.checkpoint, stop):
-            with_restarts(settings, attempt, stop=stop)
+            with_restarts(settings, attempt, Restarts(1), Files(), stop)
     assert ended.value.code == 143 and len(attempts) == 1
     assert capsys.readouterr().err.splitlines()[-1].startswith("stopped by SIGTERM;")
 
@@ -177,7 +177,7 @@ def test_no_logs_are_kept_and_nothing_restarts_after_a_signal_that_a_worker_has_
     with death_first.listening(), death_first.finish_first() if finishing else nullcontext():
         message = exit_with_message(settings.checkpoint, death_first)
         with pytest.raises(SystemExit) as ended, message, keeping_logs(files, death_first):
-            with_restarts(settings, attempt, files=files, stop=death_first)
+            with_restarts(settings, attempt, Restarts(1), files, death_first)
     assert ended.value.code == 143 and len(attempts) == 1 and files.kept == []
     assert capsys.readouterr().err.splitlines()[-1].startswith("stopped by SIGTERM;")
 

@@ -11,8 +11,7 @@ from miles.rollout.workers.pool import WorkerLost as GenerationWorkerLost
 from miles.run import engine_actors
 from miles.run.engine_actors import GenerationActor, RayWorker
 from miles.run.failures import in_one_line, is_death
-from miles.run.liveness import ActorLost, Workers
-from miles.run.worker_actor import with_heartbeat
+from miles.run.liveness import ActorLost, Workers, with_heartbeat
 from tests.fast.run.actors.small_ray import small_ray
 
 WHY = r"died \(Ray has ended it, as the memory of its host was nearly used up \(RAY_memory_usage_threshold\)\)"
@@ -48,7 +47,7 @@ async def test_a_generation_worker_is_lost_too():
 
 
 async def test_a_server_has_failed():
-    server = engine_actors.ActorServer(0, lambda host: SlowServer(), OPTIONS, "127.0.0.1", 60.0)
+    server = engine_actors.ActorServer("engine 0", lambda host: SlowServer(), OPTIONS, "127.0.0.1", 60.0)
     with pytest.raises(ServerFailed, match="engine 0 was killed while it started"):
         await server.start()
 

@@ -10,7 +10,9 @@ import pytest
 from small_checkpoint import save_checkpoint
 
 from miles.base.disk_faults import WriteFailed
-from miles.run.restarts import with_restarts
+from miles.run.failure_files import FailureFiles
+from miles.run.restarts import Restarts, with_restarts
+from miles.run.stop_requests import StopRequests
 
 STEPS, BATCH = 2, 4
 
@@ -121,36 +123,36 @@ def test_the_next_attempt_resumes_what_was_saved(settings_with, tmp_path, capsys
             if len(attempt.loads) == 2:
                 save_checkpoint(tmp_path / "ckpt", 1)
 
-    with_restarts(settings_with(3), saving)
+    with_restarts(settings_with(3), saving, Restarts(3), FailureFiles(tmp_path, []), StopRequests(60.0))
     assert attempt.loads == [None, None, str(tmp_path / "ckpt" / "iter_0000001")]
     printed = capsys.readouterr().err
     assert "restarting from the beginning, as nothing was saved yet (2 restarts left)" in printed
     assert "restarting from its last checkpoint (1 restarts left)" in printed
 
 
-def test_the_last_failure_is_raised(settings_with):
+def test_the_last_failure_is_raised(settings_with, tmp_path):
     attempt = Attempts(died(), died())
     with pytest.raises(Exception, match="died"):
-        with_restarts(settings_with(1), attempt)
+        with_restarts(settings_with(1), attempt, Restarts(1), FailureFiles(tmp_path, []), StopRequests(60.0))
     assert len(attempt.loads) == 2
 
 
 @pytest.mark.parametrize("error", [ValueError("--lr"), OSError("disk full")])
-def test_other_errors_are_raised_at_once(settings_with, error):
+def test_other_errors_are_raised_at_once(settings_with, error, tmp_path):
     attempt = Attempts(error)
     with pytest.raises(type(error)):
-        with_restarts(settings_with(5), attempt)
+        with_restarts(settings_with(5), attempt, Restarts(5), FailureFiles(tmp_path, []), StopRequests(60.0))
 
 
 @pytest.mark.parametrize(
     "cause", [ValueError("--lr"), WriteFailed("x.jsonl was not written, because the disk is full")]
 )
-def test_what_the_user_has_to_fix_is_raised_at_once_from_a_worker_too(settings_with, cause):
+def test_what_the_user_has_to_fix_is_raised_at_once_from_a_worker_too(settings_with, cause, tmp_path):
     import ray.exceptions
 
     error = pickle.loads(pickle.dumps(ray.exceptions.RayTaskError("generate", "the traceback", cause)))
     with pytest.raises(ray.exceptions.RayTaskError) as raised:
-        with_restarts(settings_with(5), Attempts(error))
+        with_restarts(settings_with(5), Attempts(error), Restarts(5), FailureFiles(tmp_path, []), StopRequests(60.0))
     assert str(raised.value.cause) == str(cause)
 
 

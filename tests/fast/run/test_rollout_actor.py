@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from miles.config.rollout import RolloutArguments
+from miles.config.components import ENGINES
 from miles.config.servers.flags import SglangArguments
 from miles.engine.weight_sync.deltas import DeltaWriter
 from miles.observe.sample_records import StoredSamples
@@ -17,13 +17,13 @@ from miles.rollout.collect import ScoredGroups
 from miles.rollout.ordering import Start
 from miles.rollout.pipeline import CollectedIteration
 from miles.run.liveness import ActorLost
-from miles.run.object_store import UpdateWeights, store
+from miles.run.object_store import UpdateWeights, store_packed
 from miles.run.rollout_actor import RolloutActor, RolloutDriver
 from miles.run.train_actor import TrainActor
 from miles.tasks.data.stream import NoPromptsLeft
 from miles.types.dims import ParallelDims
 from miles.types.metrics import Metric
-from miles.types.weights import WeightChunk
+from miles.types.weights import WeightChunk, pack
 
 
 async def test_without_prompts_there_is_no_iteration_and_that_is_no_failure():
@@ -123,7 +123,7 @@ async def test_the_embedded_engine_gets_deltas_and_all_weights_if_one_is_lost(tm
     actor = object.__new__(RolloutActor)
     copies = SglangArguments(update_weight_transfer_mode="disk-delta", update_weight_copy_dir=str(tmp_path / "copies"))
     actor._settings = SimpleNamespace(
-        sends_deltas=True, sglang=copies, rollout=RolloutArguments(), weights_folder=tmp_path / "weights"
+        sends_deltas=True, sglang=copies, engine=ENGINES["torch"], weights_folder=tmp_path / "weights"
     )
     actor._built = Loads()
     driver = object.__new__(RolloutDriver)
@@ -157,9 +157,9 @@ async def test_the_bytes_and_seconds_of_an_update_are_measured_in_every_mode(mon
     weights = [{"a": torch.zeros(1000, dtype=torch.bfloat16)}, {"b": torch.ones(8)}]
     actor, driver = object.__new__(RolloutActor), object.__new__(RolloutDriver)
     sglang = SglangArguments(update_weight_transfer_mode=mode)
-    actor._settings = SimpleNamespace(sends_deltas=False, sglang=sglang, rollout=RolloutArguments())
+    actor._settings = SimpleNamespace(sends_deltas=False, sglang=sglang, engine=ENGINES["torch"])
     actor._built = Loads()
-    sent = UpdateWeights(store(map(WeightChunk, weights)))
+    sent = UpdateWeights(store_packed(pack(WeightChunk(tensors)) for tensors in weights))
     driver._note_update(await actor.update_weights(sent, 1, None))
     metrics = {name: metric.value for name, metric in driver.weight_metrics.items()}
     assert metrics == {"weight_sync/bytes": 2032, "weight_sync/load_seconds": 0.5}

@@ -12,7 +12,7 @@ from miles.config.checkpoint import CheckpointArguments
 from miles.config.cluster import ClusterArguments
 from miles.config.model import ModelArguments
 from miles.config.settings import Settings
-from miles.objective.coefficients import Coefficients
+from miles.objective.adaptive import Coefficients
 from miles.objective.settings import LossArguments
 from miles.run.train_actor import TrainActor
 from miles.types.metrics import Metric

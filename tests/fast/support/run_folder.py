@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from miles.observe.run_files import RunFiles, RunHeader, SampleRecord
+from miles.observe.run_files import SAMPLES, RunFiles, RunHeader, SampleRecord, read
 
 SETTINGS = {
     "loss": {"loss_aggregation": "sample_mean", "advantage_estimator": "grpo", "use_tis": False, "kl_coef": 0.0},
@@ -15,6 +15,14 @@ SETTINGS = {
     "tracking": {"output_dir": "x"},
 }
 DEFAULTS = {"loss": {"loss_aggregation": "sample_mean", "use_tis": False}, "optimizer": {"lr": 1e-6}}
+
+
+def read_samples(folder: Path) -> dict[int, list[SampleRecord]]:
+    """Return all stored answers by step."""
+    by_step: dict[int, list[SampleRecord]] = {}
+    for row in read(folder / SAMPLES, "rollout_id"):
+        by_step.setdefault(row.pop("rollout_id"), []).append(SampleRecord(**row))
+    return by_step
 
 
 def write_header(folder: Path, settings: Mapping[str, Mapping[str, object]] = SETTINGS, total_steps: int = 40) -> None:

@@ -24,9 +24,10 @@ from transformers.models.llava_onevision.video_processing_llava_onevision import
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
+from examples.small_task import IMAGE_TEMPLATE, IMAGE_TOKENS, write_small_vision_model
 from miles.engine.base import SamplingParams
 from miles.models.images import expansions, load_processor
-from miles.models.tiny import IMAGE_TEMPLATE, IMAGE_TOKENS, character_tokenizer, write_small_vision_model
+from miles.models.tiny import character_tokenizer
 from miles.rollout.agents.chat import ChatFormat, ChatRequest, read_messages
 from miles.rollout.agents.session import Session
 from miles.rollout.trajectory import Trajectory

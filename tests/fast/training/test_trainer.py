@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from miles.objective.adaptive import Coefficients
 from miles.objective.chosen import build_objective
-from miles.objective.coefficients import Coefficients
 from miles.objective.settings import LossArguments
 from miles.training.scoring import needs_of, score, with_engine_log_probs
 from miles.training.trainer import Trainer

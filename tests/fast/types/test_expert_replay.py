@@ -243,7 +243,7 @@ def test_positions_keep_their_first_choice():
     first, more = np.zeros((2, 1, 1), np.uint8), np.ones((5, 1, 1), np.uint8)
     assert continued(None, more) is more and continued(first, None) is first
     assert continued(first, more)[:, 0, 0].tolist() == [0, 0, 1, 1, 1]
-    experts = at_tokens([first, more], np.array([1, 0, 0, -1]), np.array([4, 1, 2, 0]), 1, 1)
+    experts = at_tokens([first, more], np.array([1, 0, 0, -1]), np.array([4, 1, 2, 0]))
     assert experts[:, 0, 0].tolist() == [1, 0, -1, -1] and experts.dtype == np.int16
     assert dtype_for(256) is np.uint8 and dtype_for(257) is np.int16
 

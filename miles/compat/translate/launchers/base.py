@@ -126,7 +126,7 @@ class CommandLine(Launcher):
 
     def runs_train(self, document: Document) -> bool:
         """Return whether the command is one of ``train.py``."""
-        return any(word.endswith(("train.py", "train_async.py")) for word in document.words)
+        return any(re.search(r"(^|/)train(_async)?\.py$", word) for word in document.words)
 
     def table(self) -> Table:
         """Return a table without rows: their flags are ours, or have a verdict here."""

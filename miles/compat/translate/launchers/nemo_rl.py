@@ -1,4 +1,4 @@
-"""NeMo-RL: YAML."""
+"""NeMo-RL: YAML, and ``key=value`` overrides in a shell script."""
 
 import math
 from dataclasses import replace
@@ -28,7 +28,7 @@ class NemoRl(Launcher):
     """NeMo-RL's GRPO and PPO."""
 
     name = "nemo-rl"
-    reads = ("yaml",)
+    reads = ("yaml", "shell")
 
     def recognizes(self, document: Document) -> bool:
         """By the tables of its configuration."""
@@ -37,6 +37,7 @@ class NemoRl(Launcher):
     def translate(self, translation: Translation) -> ForeignObjective | None:
         """Translate a configuration of GRPO, or of PPO: the block ``ppo`` has the names of ``grpo``."""
         settings = translation.document.settings
+        translation.take(["--config"])
         if any(key.startswith("ppo.") for key in settings):
             start = "grpo.adv_estimator.name"
             renamed = {f"grpo.{key[4:]}" if key.startswith("ppo.") else key: each for key, each in settings.items()}
@@ -69,10 +70,17 @@ def _estimator(translation: Translation) -> None:
     if name in ("grpo", "gdpo"):
         group = translation.count("grpo.num_generations_per_prompt")
         by_std, leaves_one_out = (translation.switch(each) for each in keys)
-        words = ["--advantage-estimator", name if by_std or not leaves_one_out else "rloo"]
-        if leaves_one_out and by_std and group > 1:
-            why = f"the baseline leaves its own sample out there: advantages {group / (group - 1):.3g} times as large"
-            translation.differ(keys[1], why, *words)
+        is_rloo = name == "grpo" and leaves_one_out and not by_std
+        words = ["--advantage-estimator", "rloo" if is_rloo else name]
+        if leaves_one_out and not is_rloo and group > 1:
+            why = (
+                "mean and std of the group leave out the sample's own reward there, so the only right answer has no std"
+            )
+            translation.differ(keys[1], why, *words, worst=1)
+        elif name == "gdpo" and not by_std:
+            translation.differ(
+                keys[0], "only the mean is subtracted there, and each reward is also divided by its std here", *words
+            )
         else:
             words += [] if by_std or leaves_one_out else ["--disable-grpo-std-normalization"]
             translation.carry(key, *words)
@@ -99,6 +107,7 @@ def _estimator(translation: Translation) -> None:
 
 
 _OF_ADAM = tuple(f"optimizer.kwargs.{name}" for name in ("weight_decay", "betas", "eps"))
+_OF_CRITIC = tuple(f"value.{name}" for name in ("max_grad_norm", *_OF_ADAM, "model_name", "train_global_batch_size"))
 
 
 def _critic(translation: Translation) -> None:
@@ -110,10 +119,10 @@ def _critic(translation: Translation) -> None:
         clip = "value_loss_fn.cliprange"
         if translation.has(clip):
             translation.carry(clip, "--value-clip", translation.number(clip))
-        names = filter(lambda name: translation.has(f"value.{name}"), ("max_grad_norm", *_OF_ADAM))
+        names = [key.removeprefix("value.") for key in _OF_CRITIC if translation.has(key)]
         write_critic(translation, "policy.", "value.", names)
     else:
-        translation.take(["value.scheduler", "value.max_grad_norm", *(f"value.{name}" for name in _OF_ADAM)])
+        translation.take(["value.scheduler", *_OF_CRITIC])
     translation.take(["value.megatron_cfg.optimizer.lr", "value.optimizer.kwargs.lr", "value_loss_fn.cliprange"])
     passes = "grpo.critic_ppo_epochs"
     if translation.has(passes) and translation.number(passes) == translation.number("grpo.ppo_epochs"):
@@ -151,7 +160,11 @@ def _lengths(translation: Translation) -> None:
         translation.carry(context, "--rollout-max-context-len", most)
     for key, flag in bounds.items():
         if translation.has(key):  # a sequence has a token of the prompt and one of the response at least
-            translation.carry(key, flag, min(translation.count(key), most - 1))
+            words = flag, min(translation.count(key), most - 1)
+            if key.startswith("data."):
+                translation.differ(key, "longer prompts stay in the batch without a loss there, dropped here", *words)
+            else:
+                translation.carry(key, *words)
 
 
 def _tokens(translation: Translation) -> None:
@@ -281,7 +294,8 @@ def _torch_schedule(translation: Translation, key: str) -> None:
 
 
 def _adapter(translation: Translation) -> None:
-    start = "policy.dtensor_cfg.lora_cfg."
+    starts = ("policy.dtensor_cfg.lora_cfg.", MEGATRON + "peft.")
+    start = starts[translation.switch(MEGATRON + "enabled")]
     if translation.switch(start + "enabled"):
         words: list[object] = ["--lora-rank", translation.number(start + "dim", 8)]
         words += ["--lora-alpha", translation.number(start + "alpha", 32)]
@@ -290,7 +304,8 @@ def _adapter(translation: Translation) -> None:
         modules = modules if isinstance(modules, list) else [modules] if modules else []
         words += ["--target-modules", *modules] if modules else []
         translation.carry(start + "enabled", *words)
-    translation.take(start + name for name in ("dim", "alpha", "dropout", "target_modules", "match_all_linear"))
+    names = ("enabled", "dim", "alpha", "dropout", "target_modules", "match_all_linear")
+    translation.take(each + name for each in starts for name in names)
 
 
 def _policy(translation: Translation) -> None:
@@ -335,8 +350,7 @@ def _correction(translation: Translation) -> None:
     key, kind = "loss_fn.use_importance_sampling_correction", "loss_fn.truncated_importance_sampling_type"
     high, low = (f"loss_fn.truncated_importance_sampling_ratio{end}" for end in ("", "_min"))
     if translation.switch(key):
-        name = translation.text(kind, "none") if translation.has(high) or translation.has(kind) else "none"
-        name = "tis" if name == "none" and translation.has(high) else name
+        name = translation.text(kind, "tis") if translation.has(high) else "none"  # which has no effect alone
         if name not in ("none", "tis", "icepop", "seq-mask-tis"):
             translation.fail(kind, "must be tis, icepop or seq-mask-tis")
         top, bottom = translation.number(high, 1e6), translation.number(low)
@@ -347,7 +361,7 @@ def _correction(translation: Translation) -> None:
             words += ["--tis-clip", 1e6, "--use-rs", "--rs-level", "geometric"]
             words += ["--rs-lower-bound", bottom, "--rs-upper-bound", top]
         else:
-            words += ["--tis-clip", top, *(["--tis-clip-low", bottom] if bottom else [])]
+            words += ["--tis-clip", top, *(["--tis-clip-low", bottom] if bottom and name == "icepop" else [])]
         translation.carry(key, *words)
     translation.take([kind, high, low])
 

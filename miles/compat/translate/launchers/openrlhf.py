@@ -50,8 +50,23 @@ class OpenRlhf(Launcher):
             now = {key: row.now or key for key, row in table_of("openrlhf_underscores").rows.items()}
             renamed = {now.get(key, key): setting for key, setting in translation.document.settings.items()}
             translation.document = replace(translation.document, settings=renamed)
+        program = "openrlhf.cli.train_ppo"  # without Ray
+        if program in translation.document.words:
+            translation.miss(program, "is a program of releases before 0.8.0, whose defaults were not read")
         parts = (_wandb, _images, _lengths, _step, _tokens, _end, _async, _estimator, _critic, _policy, _correction)
-        more = (_kl, _prompts, _filter, _optimizer, _schedule, _evaluation, _engines, _order, apply, write_support)
+        more = (
+            _kl,
+            _prompts,
+            _filter,
+            _optimizer,
+            _schedule,
+            _evaluation,
+            _engines,
+            _order,
+            _adapter,
+            apply,
+            write_support,
+        )
         for part in (*parts, *more):
             translation.attempt(part)
         return translation.attempt(_objective)
@@ -126,7 +141,16 @@ def _async(translation: Translation) -> None:
     key, queue = "--train.async_enable", "--train.async_queue_size"
     if translation.switch(key):
         translation.carry(key, "--async-steps", translation.count(queue, 1))
-    translation.take([queue])
+    together, trained = "--rollout.vllm_generate_batch_size", translation.count("--rollout.batch_size")
+    if translation.has(together) and translation.count(together) > trained:
+        why = f"answers are generated for {translation.count(together)} prompts at once there, for {trained} here"
+        translation.differ(together, f"{why}: the later ones are of weights some iterations old")
+    translation.take([queue, together])
+
+
+def _adapter(translation: Translation) -> None:
+    if not translation.number("--ds.lora.rank"):
+        translation.take(f"--ds.lora.{name}" for name in ("alpha", "dropout", "target_modules"))
 
 
 def _order(translation: Translation) -> None:
@@ -155,6 +179,9 @@ def _estimator(translation: Translation) -> None:
 def _critic(translation: Translation) -> None:
     if translation.text("--algo.advantage.estimator") != "gae":
         return
+    model, scorer = "--critic.model_name_or_path", "--reward.model_name_or_path"
+    if translation.has(scorer) and not (translation.has(model) or translation.has("--reward.remote_url")):
+        translation.differ(model, "the critic starts from the reward model there, from the policy's model here")
     start = "--critic." if _has_dots(translation) else "--actor."  # which earlier releases have for both
     style = translation.text(start + "lr_scheduler", "cosine_with_min_lr")
     warm, least = translation.number(start + "lr_warmup_ratio"), translation.number(start + "min_lr_ratio", 0.1)
@@ -201,17 +228,22 @@ def _correction(translation: Translation) -> None:
     elif translation.switch(translation.first(*before[:2])):
         kind, bounds = translation.text(before[2]), before[3]
         kind = "icepop" if translation.switch("--use_icepop") else kind  # of earlier releases
-    if kind != "off":
+    key = level if _has_dots(translation) else translation.first(*before[:2])
+    if kind != "off" and translation.text("--actor.policy_loss_type") == "gspo":
+        translation.carry(key, "--use-rollout-logprobs")  # its ratio is that to the engine, and there are no weights
+    elif kind != "off":
         ends = translation.raw(bounds)
         ends = ends if isinstance(ends, list) else [ends]
         ends = [0, *ends] if len(ends) == 1 else ends
+        if len(ends) != 2:
+            translation.fail(bounds, "must be an upper bound, or a lower and an upper one")
         cut = "truncate" if kind == "tis" else "icepop"
         words: list[object] = ["--use-tis", "--tis-level", "token", "--tis-mode", cut]
         words += ["--tis-clip-low", ends[0], "--tis-clip", ends[1]]
         if kind == "seq-mask-tis":
             words = ["--use-tis", "--tis-level", "token", "--tis-clip", 1e6, "--use-rs", "--rs-level", "geometric"]
             words += ["--rs-lower-bound", ends[0], "--rs-upper-bound", ends[1]]
-        translation.carry(level if _has_dots(translation) else translation.first(*before[:2]), *words)
+        translation.carry(key, *words)
     translation.take([level, mode, gate, bounds, *before])
 
 
@@ -220,6 +252,7 @@ def _kl(translation: Translation) -> None:
         f"--algo.kl.{name}" for name in ("init_coef", "estimator", "use_loss", "unbiased_gradient")
     )
     coefficient, name = translation.number(weight), translation.text(kind)
+    is_written = coefficient != 0
     earlier = "--use_kl_estimator_k3"
     name = "k3" if translation.switch(earlier) else name
     if coefficient and translation.switch(in_loss):
@@ -231,10 +264,10 @@ def _kl(translation: Translation) -> None:
         else:
             translation.carry(weight, *words)
     elif coefficient:
-        written = write_kl_in_rewards(translation, weight, coefficient, name)
-        if written and translation.has("--algo.kl.target"):
-            translation.carry("--algo.kl.target", "--kl-target", translation.number("--algo.kl.target"))
-            translation.carry("--algo.kl.horizon", "--kl-horizon", translation.number("--algo.kl.horizon"))
+        is_written = write_kl_in_rewards(translation, weight, coefficient, name)
+    if is_written and translation.has("--algo.kl.target"):
+        translation.carry("--algo.kl.target", "--kl-target", translation.number("--algo.kl.target"))
+        translation.carry("--algo.kl.horizon", "--kl-horizon", translation.number("--algo.kl.horizon"))
     translation.take([weight, kind, in_loss, unbiased, earlier, "--algo.kl.target", "--algo.kl.horizon"])
 
 

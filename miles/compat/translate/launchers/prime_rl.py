@@ -7,8 +7,11 @@ from miles.compat.translate.launchers.base import Launcher
 from miles.compat.translate.translation import (
     Document,
     ForeignObjective,
+    Setting,
     Translation,
     apply,
+    by_key,
+    parts_of,
     token_mean,
     token_mean_of_ranks,
     write_support,
@@ -16,6 +19,7 @@ from miles.compat.translate.translation import (
 
 OLD_SOURCE = "prime-rl d5106a4, src/prime_rl/trainer/rl/train.py"
 LOSS = "trainer.loss."
+_OF_ONE_PROCESS = re.compile(r"(optim|loss|scheduler|sampling|batch_size|group_size|rollouts_per_example)(\.|$)")
 STEPS = ("max_steps", "trainer.max_steps", "orchestrator.max_steps")
 
 
@@ -32,6 +36,10 @@ class PrimeRl(Launcher):
     def translate(self, translation: Translation) -> ForeignObjective | None:
         """Translate the settings of ``packages/prime-rl-configs``; later names too."""
         settings = {_earlier_name(key): each for key, each in translation.document.settings.items()}
+        for key in filter(_OF_ONE_PROCESS.match, settings):
+            rule = "is a setting of one process alone; give the file with the tables trainer and orchestrator"
+            translation.fail(key, rule)
+        settings |= _of_environments(translation.document, settings)
         translation.document = replace(translation.document, settings=settings)
         parts = (_model, _batch, _lengths, _sampling, _async, _advantages, _loss, _optimizer, _schedule, _adapter)
         for part in (*parts, _order, apply, write_support):
@@ -43,6 +51,28 @@ def _earlier_name(key: str) -> str:
     """Return the name of August 2026 of a setting that has another one since."""
     name = re.sub(r"^orchestrator\.train\.(?=group_size$|algo\.)", "orchestrator.", key)
     return "orchestrator.train.env" if name == "orchestrator.train.source" else name
+
+
+OVERRIDDEN = ("group_size", "rollouts_per_example", "sampling", "algo", "algorithms")
+
+
+def _of_environments(document: Document, settings: dict[str, Setting]) -> dict[str, Setting]:
+    """Return what the environments override, as settings of all of them.
+
+    Raises:
+        InputError: The environments differ in one of these, which all environments of a run share here.
+    """
+    overrides = list[Setting]()
+    for key in filter(settings.__contains__, ("orchestrator.train.env", "orchestrator.env")):
+        several = settings[key].value if isinstance(settings[key].value, list) else []
+        for name in OVERRIDDEN:
+            values = [each.get(name) for each in several if isinstance(each, dict)]
+            if any(value != values[0] for value in values):
+                document.fail(settings[key].line, f"{key}: each environment has its own {name}, all have one here")
+            if values and values[0] is not None:
+                start = "orchestrator.train." if name == "sampling" else "orchestrator."
+                overrides += parts_of(Setting(start + name, values[0], settings[key].line))
+    return by_key(overrides)
 
 
 def _model(translation: Translation) -> None:
@@ -63,7 +93,7 @@ def _batch(translation: Translation) -> None:
     group, key = translation.first(*groups), "orchestrator.batch_size"
     size = translation.count(group)
     translation.carry(group, "--n-samples-per-prompt", size)
-    if translation.has(key):
+    if not translation.has("orchestrator.token_batch_size"):
         batch = translation.count(key)
         if batch % size:
             translation.fail(key, f"is no whole number of groups of {size}, which the iterations here have")
@@ -128,7 +158,7 @@ def _order(translation: Translation) -> None:
     why = "rollouts of advantage 0 are not trained on and not counted there (post_batch_filters)"
     if not translation.has("orchestrator.post_batch_filters"):
         translation.differ("orchestrator.post_batch_filters", why, "--drop-zero-std-groups")
-    translation.carry("the order of the prompts", "--rollout-shuffle")
+    translation.carry("the order and the template of the prompts", "--rollout-shuffle", "--apply-chat-template")
 
 
 def _loss(translation: Translation) -> None:

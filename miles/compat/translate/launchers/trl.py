@@ -146,6 +146,10 @@ def _generation(translation: Translation) -> None:
     if samples % group:
         why = f"{samples} samples of a generation are no whole number of groups of {group}"
         translation.differ(key, why + "; give --rollout-batch-size, the prompts of an iteration", worst=1)
+    elif samples % _per_step(translation):
+        step = _per_step(translation)
+        why = f"{samples} samples of a generation are no whole number of steps of {step} there, which they must be here"
+        translation.differ(key, why, "--rollout-batch-size", samples // group, worst=1)
     else:
         translation.carry(key, "--rollout-batch-size", samples // group)
 
@@ -195,6 +199,7 @@ def _adapter(translation: Translation) -> None:
         if not modules:
             why = "peft adapts the layers that it lists for the type of the model: these two for Llama, Qwen and Gemma"
             translation.differ("use_peft", why, "--target-modules", "q_proj", "v_proj")
+        translation.take(["dtype", "torch_dtype"])  # adapters are in fp32 there too
     translation.take(keys)
 
 

@@ -1,5 +1,7 @@
 """verl: Hydra YAML, and ``key=value`` overrides in a shell script."""
 
+import math
+
 from miles.base.flags import flag_name
 from miles.compat.translate.launchers.base import Launcher
 from miles.compat.translate.translation import (
@@ -11,6 +13,7 @@ from miles.compat.translate.translation import (
     named_sets,
     over_longest,
     over_padded_width,
+    same,
     sequence_mean,
     sequence_sum_mean,
     table_of,
@@ -35,6 +38,7 @@ FILES = tuple(f"/{program.replace('.', '/')}.py" for program in PROGRAMS)
 POLICY_LOSS = ACTOR + "policy_loss."
 FOLLOWS = "its mean follows loss_agg_mode there; a sample mean here"
 CLIPPED = ("vanilla", "gspo", "bypass_mode", "clip_cov")  # policy losses with --eps-clip and --eps-clip-high
+MEANS = ("token-mean", "seq-mean-token-mean")  # the modes in which a KL has the same mean here
 # Policy losses with a mode that loss_agg_mode does not change, as in the release: sapo is hard-coded, geo_mean is the
 # mean of sequences
 OWN_MODE = {"sapo": "seq-mean-token-mean", "geo_mean": "seq-mean-token-mean"}
@@ -94,8 +98,18 @@ def _logger(translation: Translation) -> None:
 def _rows(translation: Translation) -> None:
     translation.carry("data.prompt_key", "--input-key", translation.text("data.prompt_key"))
     translation.carry("the rows", "--apply-chat-template", "--label-key", "reward_model.ground_truth")
+    for part in ("prompt", "response"):
+        of_data, key = f"data.max_{part}_length", ROLLOUT + f"{part}_length"  # the engine's, which follows the data's
+        key = key if translation.has(key) else of_data
+        translation.carry(key, f"--rollout-max-{part}-len", translation.count(key))
+        translation.take([of_data])
+    if translation.switch("data.filter_overlong_prompts"):
+        translation.take(["data.truncation"])
     write_template(translation, "data.apply_chat_template_kwargs")
-    write_images(translation, "data.image_key", translation.text("data.image_key"), "actor_rollout_ref.model.path")
+    images = translation.text("data.image_key")
+    is_default = translation.document.kind == "yaml" and images == translation.table.row("data.image_key").default
+    key = "the column of images" if is_default else "data.image_key"  # a whole file states the default too
+    write_images(translation, key, images, "actor_rollout_ref.model.path")
 
 
 def _prompts(translation: Translation) -> None:
@@ -118,9 +132,13 @@ def _evaluation(translation: Translation) -> None:
     translation.carry("trainer.test_freq", "--eval-interval", frequency)
     if not translation.switch("trainer.val_before_train"):
         translation.carry("trainer.val_before_train", "--skip-eval-before-train")
-    key = ROLLOUT + "val_kwargs."
-    samples = translation.switch(key + "do_sample")
-    translation.carry(key + "temperature", "--eval-temperature", translation.number(key + "temperature") * samples)
+    key, sampled = ROLLOUT + "val_kwargs.temperature", ROLLOUT + "val_kwargs.do_sample"
+    words = "--eval-temperature", translation.number(key)
+    if words[1] and not translation.switch(sampled):
+        translation.differ(key, "applies without do_sample too, except in releases without agent loops", *words)
+    else:
+        translation.carry(key, *words)
+    translation.take([sampled])
 
 
 def _step(translation: Translation) -> None:
@@ -202,6 +220,8 @@ def _adapter(translation: Translation) -> None:
         translation.take([start + "alpha", start + "dropout", model + "lora_rank", model + "lora_alpha"])
     else:
         translation.take(key for key in translation.table.rows if key.startswith(start))
+        if not translation.number(model + "lora_rank"):
+            translation.take(model + name for name in ("lora_alpha", "target_modules", "exclude_modules"))
 
 
 def _estimator(translation: Translation) -> None:
@@ -236,6 +256,11 @@ def _critic(translation: Translation) -> None:
             translation.miss(model, "the critic starts from the policy's model here")
         for key, flag in (("critic.optim.lr", "--critic-lr"), ("critic.cliprange_value", "--value-clip")):
             translation.carry(key, flag, translation.number(key))
+        settings, rows = translation.document.settings, translation.table.rows
+        for name in ("ppo_mini_batch_size", "ppo_epochs", "shuffle", "loss_agg_mode", "loss_scale_factor"):
+            value = settings[ACTOR + name].value if ACTOR + name in settings else rows[ACTOR + name].default
+            if "critic." + name in settings and same(settings["critic." + name].value, value):
+                translation.take(["critic." + name])
         names = ("lr_scheduler_type", "weight_decay", "betas", "clip_grad")
         write_critic(translation, ACTOR, "critic.", ("grad_clip", *(f"optim.{name}" for name in names)))
         policy, critic = (
@@ -298,6 +323,8 @@ def _policy(translation: Translation) -> None:
     if mode == "geo_mean":
         why = "the loss is the mean of each micro-batch, added up there: as many times ours as a rank has micro-batches"
         translation.differ(key, why, *words, worst=0)
+    if translation.has(ACTOR + "clip_ratio") and translation.raw(ACTOR + "clip_ratio") not in (low, high):
+        translation.miss(ACTOR + "clip_ratio", "has no effect there: clip_ratio_low and clip_ratio_high have values")
     translation.take([*ends, ACTOR + "clip_ratio", ACTOR + "clip_ratio_c", ACTOR + "tau_pos", ACTOR + "tau_neg"])
     translation.take(POLICY_LOSS + name for names in OWN.values() for name in names)
 
@@ -324,7 +351,8 @@ def _kl_in_loss(translation: Translation) -> None:
 
 
 def _follow(translation: Translation, key: str, *words: object) -> None:
-    if _mode(translation) in ("token-mean", "seq-mean-token-mean"):
+    mode = translation.text(ACTOR + "loss_agg_mode")
+    if mode == _mode(translation) and mode in MEANS:
         translation.carry(key, *words)
     else:
         translation.differ(key, FOLLOWS, *words, worst=1)
@@ -338,6 +366,8 @@ def _kl_in_rewards(translation: Translation) -> None:
         if name not in KL_TYPES:
             translation.fail(penalty, f"is no estimator of the KL here; the kinds are {', '.join(KL_TYPES)}")
         written = write_kl_in_rewards(translation, weight, translation.number(weight), KL_TYPES[name])
+        if written and "--use-kl-loss" in translation.words and _mode(translation) not in MEANS:
+            translation.differ(switch, "its sum over an answer's tokens is weighted there, its mean here", worst=1)
         if translation.text(control) not in ("fixed", "adaptive"):
             translation.fail(control, "must be fixed or adaptive")
         if written and translation.text(control) == "adaptive":
@@ -359,32 +389,56 @@ def _engine(translation: Translation) -> None:
 
 def _correction(translation: Translation) -> None:
     start = "algorithm.rollout_correction."
-    key, bound = start + "rollout_is", start + "rollout_is_threshold"
-    if translation.has(key):
-        level = translation.text(key)
-        if level not in ("token", "sequence"):
-            translation.fail(key, "must be token or sequence")
-        bounds = translation.text(bound).replace("[", "").replace("]", "").split("_")
-        translation.carry(key, "--use-tis", "--tis-level", level)
-        if len(bounds) == 2:
-            translation.carry(bound, "--tis-clip-low", bounds[0], "--tis-clip", bounds[1])
-        else:
-            translation.carry(bound, "--tis-clip", translation.number(bound))
-    key, bound = start + "rollout_rs", start + "rollout_rs_threshold"
-    levels = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}
-    levels |= {"token": "token", "sequence": "sequence", "geometric": "geometric"}
-    if translation.has(key):
-        if translation.text(key) not in levels:
-            translation.fail(key, f"the kinds of rejection here are {', '.join(levels)}")
-        low, _, high = translation.text(bound).partition("_")
-        words = ["--use-rs", "--rs-level", levels[translation.text(key)]]
-        words += (
-            ["--rs-lower-bound", low, "--rs-upper-bound", high] if high else ["--rs-upper-bound", low] if low else []
-        )
-        translation.carry(key, *words)
-        translation.take([bound])
+    weights, rejects = start + "rollout_is", start + "rollout_rs"
+    bound, edges = weights + "_threshold", rejects + "_threshold"
     if translation.switch(start + "bypass_mode"):
         translation.carry(start + "bypass_mode", "--use-rollout-logprobs")
+        for key in filter(translation.has, (weights, rejects)):
+            translation.miss(key, "has no effect in bypass_mode; releases before 0.9 reject there too")
+        translation.take([bound, edges])
+        return
+    if translation.has(weights):
+        level = translation.text(weights)
+        if level not in ("token", "sequence"):
+            translation.fail(weights, "must be token or sequence")
+        translation.carry(weights, "--use-tis", "--tis-level", level)
+        low, high = _bounds(translation, bound)
+        words = ["--tis-mode", "icepop", "--tis-clip-low", low] if low is not None else []
+        translation.carry(bound, *words, "--tis-clip", high)
+    if translation.has(rejects):
+        _rejection(translation, rejects, edges if translation.has(edges) else bound)
+        translation.take([edges])
+
+
+LEVELS = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}
+LEVELS |= {"token": "token", "sequence": "sequence", "geometric": "geometric"}  # of earlier releases
+
+
+def _rejection(translation: Translation, key: str, bound: str) -> None:
+    """Translate the rejection of tokens or sequences. The names that end in k1 bound engine over trainer."""
+    name, (low, high) = translation.text(key), _bounds(translation, bound)
+    if name not in LEVELS:
+        translation.fail(key, f"the kinds of rejection here are {', '.join(LEVELS)}")
+    low = 1 / high if low is None else low
+    low, high = (1 / high, 1 / low) if name.endswith("k1") else (low, high)
+    words = ["--use-rs", "--rs-level", LEVELS[name]]
+    words += ["--rs-lower-bound", f"{low:.12g}", "--rs-upper-bound", f"{high:.12g}"]
+    if translation.text(ACTOR + "loss_agg_mode") == "token-mean" or LEVELS[name] == "token":
+        translation.differ(key, "rejected tokens leave the mean's divisor there, and are counted here", *words, worst=0)
+    else:
+        translation.carry(key, *words)
+
+
+def _bounds(translation: Translation, key: str) -> tuple[float | None, float]:
+    """Return the lower bound, if there is one, and the upper bound of a threshold such as 0.5_2.0."""
+    low, _, high = translation.text(key).rpartition("_")
+    try:
+        ends = float(low or high), float(high)
+    except ValueError:
+        ends = 0.0, 0.0
+    if not all(0 < end < math.inf for end in ends):
+        translation.fail(key, "must be a number above 0, or two with _ between them")
+    return ends[0] if low else None, ends[1]
 
 
 def _mode(translation: Translation) -> str:

@@ -73,6 +73,8 @@ class ToolCallsTrajectory(ToolEnvironment):
             return f"error: there is no tool {one_line(name, 80)}; there are {', '.join(known)}"
         try:
             values = strict_json.loads(arguments)
+            if not isinstance(values, dict):
+                raise strict_json.StrictJsonError("they are no object")
         except strict_json.StrictJsonError as error:
             return f"error: these are not the arguments of {name}: {one_line(str(error), 200)}"
         return await content_of_call(self._run, name, values)

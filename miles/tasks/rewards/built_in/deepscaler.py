@@ -1,9 +1,12 @@
 """``--rm-type deepscaler``: equality of the boxed answer that follows the model's reasoning."""
 
+import re
+
 from miles.tasks.rewards.built_in.math import ComparedAsMathematics
+from miles.tasks.rewards.math_text import BRACE
 
 _ENDS_OF_REASONING = ("</think>", "###Response")
-_BOX = "\\boxed{"
+_BOX_START = re.compile(r"\\(?:boxed|fbox)\s*\{")
 
 
 class DeepScaler(ComparedAsMathematics):
@@ -23,7 +26,7 @@ class DeepScaler(ComparedAsMathematics):
 
 def in_box(content: str | None) -> str | None:
     """Return ``content`` as a box again, which is read as the answer whatever it holds; None stays None."""
-    return None if content is None else f"{_BOX}{content}}}"
+    return None if content is None else f"\\boxed{{{content}}}"
 
 
 def boxed_answer(response: str) -> str | None:
@@ -40,16 +43,16 @@ def boxed_answer(response: str) -> str | None:
 
 
 def last_box(text: str) -> str | None:
-    r"""Return the content of the last ``\boxed{}`` of ``text``; None if there is none, or it is cut off."""
-    start = text.rfind(_BOX)
-    if start < 0:
-        return None
-    depth = 1
-    for index in range(start + len(_BOX), len(text)):
-        depth += {"{": 1, "}": -1}.get(text[index], 0)
-        if depth == 0:
-            return text[start + len(_BOX) : index]
-    return None  # cut off inside the box
+    r"""Return the content of the last ``\boxed{}`` or ``\fbox{}`` of a text; None without one, or if it is cut off."""
+    depth, start = 0, -1
+    for brace in BRACE.finditer(text, max((box.start() for box in _BOX_START.finditer(text)), default=len(text))):
+        if brace["box"]:
+            depth, start = 1, brace.end()
+        elif brace[0] in ("{", "}"):
+            depth += 1 if brace[0] == "{" else -1
+            if depth == 0:
+                return text[start : brace.start()]
+    return None
 
 
 REWARD = DeepScaler()

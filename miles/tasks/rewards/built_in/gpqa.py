@@ -11,18 +11,24 @@ from miles.types.sample import Prompt, Sample
 
 LETTERS = 4  # of a prompt without a list of choices
 _OPENING = r"[\s*_$(\[{{\\\"'`“‘]{{0,8}}"
-_WRAPPED = _OPENING + r"(?:(?:text|mathrm|textbf|mathbf)\s{{0,2}}\{{\s{{0,2}})?\(?([A-{last}])(?![A-Za-z0-9]|'[a-z])"
+# A small letter counts if only marks follow it on its line: "a" is an article too.
+_LETTER = r"(?:[A-{last}](?![A-Za-z0-9]|'[a-z])|(?i:[A-{last}])(?=[)\]}}*_$\"'`”’.:,;]{{0,8}}[^\S\n]{{0,8}}(?:\n|\Z)))"
+_WRAPPER = r"(?:(?:text|math)(?:[a-z]{{2}})?|boldsymbol|bm)\s{{0,2}}\{{\s{{0,2}}"
+_WRAPPED = _OPENING + rf"(?:{_WRAPPER})?\(?({_LETTER})"
 _NAMED = r"[\s*_]{{0,4}}(?i:option\b|choice\b)?" + _WRAPPED
 _TEXT_NAMED = r"\\text\{{(?i:option|choice)\b" + _WRAPPED
+_IS = r"\b(?:is|(?:would|should|must) be)\b(?:\s{{1,4}}(?:therefore|thus|hence|clearly))?[\s*_]{{0,4}}:?"
 # "Answer: B", "the answer is B", "the answer that I choose is B".
-_ANSWER = (
-    r"(?i:answer)\b(?:[^.\n:=]{{0,40}}?\bis\b(?:\s{{1,4}}(?:therefore|thus|hence|clearly))?[\s*_]{{0,4}}:?|[\s*_]{{0,4}}[:=])"
-    + _NAMED
-)
+_ANSWER = rf"(?i:answer)\b(?:[^.\n:=]{{{{0,40}}}}?{_IS}|[\s*_]{{{{0,4}}}}[:=：])" + _NAMED
 _CHOICE = r"(?i:choice|option)\b[\s*_]{{0,4}}(?:is\b|:|=)" + _NAMED
-_CALLED_RIGHT = r"(?i:choice|option)" + _WRAPPED + r"[)\]}}*_$\"'`”’]{{0,4}} is (?:the )?(?i:correct|right|best)\b"
-# The text after one letter that makes it several: "A, B", "A or B", "A/B".
-_ANOTHER = r"[)\]}}*_$.\s]{{0,8}}(?:,|/|&|;|\+|and\b|or\b)[\s*_$(\[{{\\]{{0,8}}[A-{last}](?![A-Za-z0-9'])"
+_MARKS = r"[)\]}}*_$\"'`”’]{{0,4}}"
+_CALLED_RIGHT = r"(?i:choice|option)" + _WRAPPED + _MARKS + r" is (?:the )?(?i:correct|right|best)\b"
+_IS_RIGHT = r"(?<![A-Za-z0-9])" + _WRAPPED + _MARKS + r" is the (?i:(?:correct|right|best) (?:answer|choice|option))\b"
+# The text after one letter that makes it several: "A, B", "A or B", "A/B", "A (or B)", "A B C".
+_NEXT = r"[)\]}}*_$.\s(]{{0,8}}(?:,|/|&|;|\+|and\b|or\b)"
+_LISTED = rf"[)\]}}}}*_$]{{{{0,4}}}}[ \t](?=\(?{_LETTER}\)?[ \t]{{{{0,4}}}}(?:\n|\Z|\(?{_LETTER}))"
+_ANOTHER = rf"(?:{_NEXT}|{_LISTED})[\s*_$(\[{{{{\\]{{{{0,8}}}}{_LETTER}"
+_HEADING = re.compile(r"(?:^|\n)[^\S\n]{0,3}(?:#|\*\*)[#*_ ]{0,8}(?i:(?:final |correct )?answer)[*_ ]{0,8}\n")
 
 
 class Gpqa(Reward[None]):
@@ -30,8 +36,9 @@ class Gpqa(Reward[None]):
 
     Looked at, in this order, is what follows the reasoning (``</think>``): the content of ``<answer>``, the content of
     the last ``\boxed{}``, the last statement such as "the answer is (B)" or "Answer: B", the last one such as "the
-    right choice is B", then "option B is correct", and a response that begins with the letter and is at most a line. A
-    statement of several letters is no answer, and neither is a letter beyond the choices. The metadata may hold
+    right choice is B", then "option B is correct" or "B is the correct answer", the line below the heading "Answer",
+    and a response that begins with the letter and is at most a line. A statement of several letters is no answer, and
+    neither is a letter beyond the choices. A small letter counts if only marks follow it. The metadata may hold
     ``choices``, a list; else there are four.
     """
 
@@ -61,14 +68,16 @@ def chosen_letter(response: str, number: int = LETTERS) -> str | None:
     boxed = last_box(text)
     if boxed is not None:
         return _only_letter(boxed, number)
-    if tagged is None:
-        for statement in (_ANSWER, _CHOICE, _CALLED_RIGHT):
-            stated = None
-            for stated in _pattern(statement, number).finditer(text):  # noqa: B007 (the last one is what we want)
-                pass
-            if stated is not None:
-                return None if _pattern(_ANOTHER, number).match(text, stated.end(1)) else stated[1]
-    return _only_letter(text, number)
+    if tagged is not None and (letter := _only_letter(text, number)) is not None:
+        return letter
+    for statement in (_ANSWER, _CHOICE, _CALLED_RIGHT, _IS_RIGHT):
+        stated = None
+        for stated in _pattern(statement, number).finditer(text):  # noqa: B007 (the last one is what we want)
+            pass
+        if stated is not None:
+            return None if _pattern(_ANOTHER, number).match(text, stated.end(1)) else stated[1].upper()
+    *before, last = _HEADING.split(text)
+    return _only_letter(last.strip().partition("\n")[0] if before else text, number)
 
 
 @lru_cache
@@ -82,8 +91,8 @@ def _only_letter(text: str, number: int) -> str | None:
     match = _pattern(_NAMED, number).match(text) or _pattern(_TEXT_NAMED, number).match(text)
     if match is None or "\n" in text or _pattern(_ANOTHER, number).match(text, match.end(1)):
         return None
-    rest = text[match.end(1) :].lstrip("*_$\"'`”’ ")
-    return match[1] if not rest or rest[0] in ")]}.:" else None
+    rest = text[match.end(1) :].lstrip("*_$\"'`”’ ").removeprefix("\\text{")
+    return match[1].upper() if not rest or rest[0] in ")]}.:" else None
 
 
 def _number(prompt: Prompt) -> int:

@@ -32,8 +32,8 @@ class Ifeval(Reward[IfevalFlags]):
     """1 if the answer follows all instructions of its prompt, else 0; the share of them with ``--ifeval-share``.
 
     The package if-verifiable checks what follows the reasoning: 25 kinds of instructions, from google/IFEval, whose
-    columns ``instruction_id_list`` and ``kwargs`` the metadata or the label holds. An unknown kind, or arguments that
-    it does not take, are an error of the row. Two kinds (the number of sentences, words in capitals) need the NLTK data
+    columns ``instruction_id_list`` and ``kwargs`` the metadata or the label holds. An unknown kind, or other arguments
+    than it takes, are an error of the row. Two kinds (the number of sentences, words in capitals) need the NLTK data
     ``punkt_tab``, which the package does not bring. Languages are guessed with a fixed seed. An empty answer scores 0.
     """
 
@@ -84,6 +84,10 @@ def followed_share(
     DetectorFactory.seed = 0
     try:
         _, scores = evaluate_instructions(answer, kinds, arguments, prompt, INSTRUCTION_DICT)
+        for kind, values in zip(kinds, arguments, strict=True):
+            names = INSTRUCTION_DICT[kind](kind).get_instruction_args_keys()
+            if missing := [name for name in names if values.get(name) is None]:
+                return 0.0, f"{kind} lacks {' and '.join(missing)}, which the package has drawn at random"
     except LookupError as error:
         if "punkt" not in str(error):
             raise

@@ -3,9 +3,10 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, NoReturn, Optional
 
 from miles.base import strict_json
 from miles.base.flags import Errors, flag
@@ -16,6 +17,7 @@ from miles.tasks.rewards.subprocess_call import SubprocessCallTimeout, Subproces
 from miles.types.sample import Prompt, Sample
 
 SLOW_IMPORTS = ("jsonschema",)  # subprocess_call imports them before the time starts
+LARGEST_EXPONENT = 400  # beyond it, 1e999999 is not written out
 SECONDS = 1.0  # of processor time per answer: patterns and references in a schema may take exponential time
 
 
@@ -35,8 +37,9 @@ class JsonSchema(Reward[JsonSchemaFlags]):
 
     The answer is the last block of code marked ``json``, else the last without a mark, else what follows the reasoning
     as a whole; text around the JSON is no JSON. A key that an object has twice, NaN, and more than 100 levels are
-    refused. The draft is the schema's ``$schema``, else 2020-12. Nothing is fetched: a reference to another document is
-    an error of the schema. A check that takes more than ``SECONDS`` is logged and scored 0.
+    refused. Numbers are exact decimals. The draft is the schema's ``$schema``, else 2020-12. Nothing is fetched: a
+    reference to another document is an error of the schema. A check that takes more than ``SECONDS`` is logged and
+    scored 0.
     """
 
     name = "json_schema"
@@ -101,12 +104,13 @@ def is_accepted(schema: str, answer: str) -> tuple[bool, str | None]:
     from jsonschema_specifications import REGISTRY  # the drafts; it fetches nothing
     from referencing.exceptions import Unresolvable
 
-    rules = json.loads(schema)
+    rules = json.loads(schema, parse_float=_exact)
     fault = fault_of_schema(rules)
     if fault is not None:
         return False, fault
     try:
-        value = strict_json.loads(answer)
+        strict_json.loads(answer)
+        value = json.loads(answer, parse_float=_exact, parse_constant=_no_constant)
     except ValueError:
         return False, None
     try:
@@ -115,8 +119,18 @@ def is_accepted(schema: str, answer: str) -> tuple[bool, str | None]:
         return False, one_line(f"it refers to {error.ref}, which is not in it", 200)
     except RecursionError:
         return False, "it refers to itself without end"
-    except OverflowError:  # the schema divides a number of the answer that no float holds
+    except ArithmeticError:  # the schema divides a number of the answer that is too large for that
         return False, None
+
+
+def _exact(number: str) -> int | Decimal:
+    """Return the value of a number with a fraction or an exponent: as a float, 19.99 is no multiple of 0.01."""
+    value = Decimal(number)
+    return int(value) if abs(value.adjusted()) < LARGEST_EXPONENT and value == value.to_integral_value() else value
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
 
 
 def fault_of_schema(schema: Any) -> str | None:

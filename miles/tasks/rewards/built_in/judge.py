@@ -40,7 +40,7 @@ _SPACE = r"[ \t\r*_.]{0,6}"
 # A separate line, which may end with "/10" or "out of 10", and a remark in parentheses.
 _SCORE = re.compile(
     rf"^[ \t>#*_\-]{{0,8}}(?:(?:final|overall|total)[ \t]{{1,3}})?score[ \t*_]{{0,6}}[:=][ \t*_]{{0,6}}([+-]?{_NUMBER})"
-    rf"{_SPACE}(?:(?:/|out of)[ \t]{{0,3}}{_NUMBER}{_SPACE})?(?:\([^()\n]{{0,80}}\){_SPACE})?$",
+    rf"{_SPACE}(?:(?:/|out of)[ \t]{{0,3}}({_NUMBER}){_SPACE})?(?:\([^()\n]{{0,80}}\){_SPACE})?$",
     re.IGNORECASE | re.MULTILINE,
 )
 _BUSY_SECONDS = 5.0  # for another run to release the cache; after a first fault no call waits again
@@ -160,8 +160,8 @@ class JudgeScorer:
             reply = await self._reply(self._request(sample))
         except HttpCallError as error:
             return NotAReward(f"got no score: {error}")
-        score = last_score(reply)
         best = self._flags.judge_max_score
+        score = last_score(reply, best)
         if score is None:
             return NotAReward(f"got a reply without a line 'Score: N', which ends {one_line(reply[-80:], 80)!r}")
         if not 0 <= score <= best:
@@ -203,7 +203,7 @@ class JudgeScorer:
         return reply
 
     def _has_score(self, reply: str) -> bool:
-        score = last_score(reply)
+        score = last_score(reply, self._flags.judge_max_score)
         return score is not None and 0 <= score <= self._flags.judge_max_score
 
     async def _ask(self, request: Mapping[str, Any]) -> str:
@@ -267,14 +267,21 @@ class ReplyCache:
             return None
 
 
-def last_score(reply: str) -> float | None:
+def last_score(reply: str, best: float | None = None) -> float | None:
     r"""Return the number of the last line ``Score: N`` after the judge's reasoning; None if there is none.
 
-    >>> last_score("Score: 3\nNo:\n**Score: 7**/10 (max score 10)")
-    7.0
+    If the line states another best score than ``best``, as in 4/5, the number is in proportion to it.
+
+    >>> last_score("Score: 3\nNo:\n**Score: 7**/10 (max score 10)"), last_score("Score: 4/5", 10)
+    (7.0, 8.0)
     """
     scores = _SCORE.findall(after_reasoning(reply))
-    return float(scores[-1]) if scores else None
+    if not scores:
+        return None
+    score, of = scores[-1]
+    if best is None or not of:
+        return float(score)
+    return float(score) * (best / float(of)) if float(of) else None
 
 
 def _read_template(path: Path) -> str:

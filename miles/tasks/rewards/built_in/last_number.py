@@ -6,7 +6,7 @@ from decimal import Decimal
 
 from miles.tasks.rewards.answer_text import reference_text, with_plain_minus
 from miles.tasks.rewards.base import Reward, Rewards
-from miles.tasks.rewards.math_text import without_groups
+from miles.tasks.rewards.math_text import FULLWIDTH, without_groups
 from miles.types.sample import Prompt, Sample
 
 # A minus that follows a word, a number or a closing bracket is a subtraction ("7-3"), not a sign.
@@ -20,6 +20,8 @@ _NUMBER = re.compile(
     """,
     re.VERBOSE | re.ASCII,
 )
+# A dash in front of a digit is a sign where a minus is one.
+_TYPOGRAPHY = {ord("\N{EN DASH}"): "-", **FULLWIDTH}
 
 
 class LastNumber(Reward[None]):
@@ -49,7 +51,8 @@ def find_last_number(text: str) -> Decimal | None:
     Decimal('4000.50')
     """
     last = None
-    for last in _NUMBER.finditer(without_groups(with_plain_minus(text))):  # noqa: B007 (the last one is what we want)
+    plain = without_groups(with_plain_minus(text)).translate(_TYPOGRAPHY)
+    for last in _NUMBER.finditer(plain):  # noqa: B007 (the last one is what we want)
         pass
     if last is None:
         return None

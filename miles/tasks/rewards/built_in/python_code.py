@@ -1,5 +1,6 @@
 """``--rm-type python_code``: whether a Python program that the model wrote passes tests, in a sandbox."""
 
+import ast
 import builtins
 import json
 import re
@@ -109,7 +110,8 @@ def _score(sample: Sample, flags: PythonCodeFlags) -> float:
         return 0.0
     if program.lstrip("\n")[:1].isspace():  # indented further than its fence
         program = dedent(program)
-    limits = Limits(flags.code_seconds, int(flags.code_memory * 2**30), flags.code_processes)
+    longest = Limits.file_bytes + max(len(json.dumps(result)) for result in expected)
+    limits = Limits(flags.code_seconds, int(flags.code_memory * 2**30), flags.code_processes, longest)
     passed: list[bool] = []
 
     def goes_on(place: int, outcome: Outcome) -> bool:
@@ -199,6 +201,8 @@ def read_tests(prompt: Prompt) -> tuple[list[CodeTest], list[Any]]:
         codes = row["tests"] if isinstance(row["tests"], list) else [row["tests"]]
         if not codes or not all(isinstance(code, str) for code in codes):
             raise _refused(prompt, "tests must be a text of statements, or a list of them, not empty")
+        if not any(map(_runs_something, codes)):
+            raise _refused(prompt, "tests call and assert nothing, so every program passes; add a call, as check(f)")
         return [CodeTest(code=code) for code in codes], [""] * len(codes)
     inputs, outputs, function = row["inputs"], row.get("outputs"), row.get("fn_name")
     if not isinstance(inputs, list) or not inputs or not isinstance(outputs, list) or len(inputs) != len(outputs):
@@ -209,7 +213,23 @@ def read_tests(prompt: Prompt) -> tuple[list[CodeTest], list[Any]]:
         return [CodeTest(function=function, arguments=a) for a in inputs], json.loads(json.dumps(outputs))
     if not all(isinstance(text, str) for text in (*inputs, *outputs)):
         raise _refused(prompt, "inputs and outputs must be texts; give fn_name if they are arguments")
-    return [CodeTest(stdin=text) for text in inputs], outputs
+    return [CodeTest(stdin=text.replace("\r\n", "\n")) for text in inputs], outputs
+
+
+def _runs_something(code: str) -> bool:
+    """Return whether statements call or assert something, outside of definitions and of a main program."""
+    try:
+        statements = ast.parse(code).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # no program passes
+        return True
+    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    parts = [[*ast.walk(statement)] for statement in statements if not isinstance(statement, definitions)]
+    return any(
+        isinstance(part, ast.Call | ast.Assert | ast.Raise)
+        for of_one in parts
+        if not any(isinstance(part, ast.Name) and part.id == "__name__" for part in of_one)
+        for part in of_one
+    )
 
 
 def _refused(prompt: Prompt, fault: str) -> ValueError:

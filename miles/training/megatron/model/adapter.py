@@ -14,7 +14,7 @@ import math
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,8 +35,10 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import nn
 
+from miles.base.attributes import set_within
 from miles.config.lora import LoraArguments
 from miles.models.base import QueryKeyValue, TensorLayout
+from miles.training.adapter_folder import check_layer_names, is_named, selecting_names
 from miles.types.groups import gather_objects
 
 PARTS = ("lora_A", "lora_B")
@@ -240,23 +242,13 @@ class Adapter(nn.Module):
         adapter = self._of_weight.get(id(weight))
         return weight.data if adapter is None else weight.data.float() + adapter.product()
 
-    @contextmanager
-    def off(self) -> Iterator[None]:
+    def off(self) -> AbstractContextManager[None]:
         """Compute without the adapter within the block."""
-        self.mode.is_on = False
-        try:
-            yield
-        finally:
-            self.mode.is_on = True
+        return set_within(self.mode, is_on=False)
 
-    @contextmanager
-    def dropping(self) -> Iterator[None]:
+    def dropping(self) -> AbstractContextManager[None]:
         """Drop inputs by ``--lora-dropout`` within the block."""
-        self.mode.drops = True
-        try:
-            yield
-        finally:
-            self.mode.drops = False
+        return set_within(self.mode, drops=True)
 
     def gather_places(self, pipeline: dist.ProcessGroup) -> None:
         """Learn which layers of all stages have an adapter. Collective over the pipeline.
@@ -275,13 +267,11 @@ class Adapter(nn.Module):
             mine[name] = inputs, outputs
         stages = gather_objects((self.linear_names, mine), pipeline)
         linear = [name for names, _ in stages for name in names]
-        _check_names(self.lora, linear)
+        check_layer_names(self.lora, linear, "the model")
         self.places = {
             name: Place(stage, *sizes) for stage, (_, sizes_of) in enumerate(stages) for name, sizes in sizes_of.items()
         }
-        short = {_last(name) for name in self.places}
-        others = [name for name in linear if name not in self.places]
-        self.names = sorted(self.places if any(_last(name) in short for name in others) else short)
+        self.names = selecting_names(self.places.keys(), linear)
 
     @torch.no_grad()
     def whole(
@@ -314,24 +304,8 @@ class Adapter(nn.Module):
 
 def is_chosen(name: str, lora: LoraArguments) -> bool:
     """Return whether the Hugging Face layer ``name`` gets an adapter."""
-    wanted = not lora.targets or any(_matches(name, target) for target in lora.targets)
-    return wanted and not any(_matches(name, target) for target in lora.excluded)
-
-
-def _matches(name: str, target: str) -> bool:
-    return name == target or name.endswith(f".{target}")
-
-
-def _last(name: str) -> str:
-    return name.rpartition(".")[2]
-
-
-def _check_names(lora: LoraArguments, linear: Sequence[str]) -> None:
-    for field, names in (("--target-modules", lora.targets), ("--exclude-modules", lora.excluded)):
-        for name in names:
-            if not any(_matches(layer, name) for layer in linear):
-                known = ", ".join(sorted({_last(layer) for layer in linear}))
-                raise ValueError(f"{field} {name}: the model has no linear layer of this name; give some of {known}")
+    wanted = not lora.targets or any(is_named(name, target) for target in lora.targets)
+    return wanted and not any(is_named(name, target) for target in lora.excluded)
 
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, ColumnParallelLinear | RowParallelLinear]]:

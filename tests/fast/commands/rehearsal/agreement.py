@@ -21,6 +21,7 @@ from miles.commands.rehearsal.rehearsal import total
 from miles.commands.rehearsal.trace import RankTrace, trace_rank
 from miles.config.settings import Settings
 from miles.config.validate import validate
+from tests.fast.commands.rehearsal.host_meter import on_this_host
 from tests.fast.commands.rehearsal.measured import OPTIMIZER, PASSES, SCORE, Measured, plain_masks
 
 PHASES = {SCORE: (Phase.SCORE,), PASSES: (Phase.TRAIN, Phase.REDUCE), OPTIMIZER: (Phase.OPTIMIZE,)}
@@ -65,8 +66,8 @@ def figures(name: str, folder: Path) -> list[Figure]:
         of_context = settings.dims.token_rank(rank) % settings.dims.context_parallel_size
         alike = stage, of_context, measured.load  # other ranks do the same
         if alike not in traces:
-            with plain_masks():
-                traces[alike] = trace_rank(settings, rank, measured.load, on_gpu=False)
+            with plain_masks(), on_this_host():
+                traces[alike] = trace_rank(settings, rank, measured.load)
         all_figures += _of_rank(rank, traces[alike], measured)
     return all_figures
 

@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from miles.commands.rehearsal.meter import Meter, Phase
 from miles.commands.rehearsal.rehearsal import total
+from tests.fast.commands.rehearsal.host_meter import HostMeter
 from tests.fast.commands.rehearsal.measured import PASSES, peaks
 
 ROWS = 500
@@ -42,17 +43,17 @@ def test_a_host_copies_operands_of_another_dtype(operation):
         torch.empty(1)  # peaks count from the first allocation, so it is inside
         operation(*operands)
     # A number such as 2.0 becomes a tensor of a few bytes, without an operation.
-    assert _foreseen(operation, on_gpu=False) == pytest.approx(peaks(allocations)[PASSES], abs=64)
+    assert _foreseen(operation, HostMeter) == pytest.approx(peaks(allocations)[PASSES], abs=64)
 
 
 def test_a_gpu_adds_a_gradient_in_bf16_to_one_in_fp32_without_a_copy():
-    assert _foreseen(OPERATIONS["fp32 += bf16"], on_gpu=True) == 0
+    assert _foreseen(OPERATIONS["fp32 += bf16"], Meter) == 0
 
 
-def _foreseen(operation: Callable[..., object], on_gpu: bool) -> int:
+def _foreseen(operation: Callable[..., object], kind: type[Meter]) -> int:
     """Return the bytes that ``operation`` allocates at its peak."""
     fake = FakeTensorMode()
-    meter = Meter(fake, vocabulary=0, on_gpu=on_gpu)
+    meter = kind(fake, vocabulary=0)
     with fake, meter:
         operands = _operands()
         held = total(meter.record.held(meter.record.mark()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -170,7 +170,7 @@ def test_a_run_on_gpus_logs_foreseen_memory_beside_what_it_measures(tmp_path, ca
     measured = {MEASURED: Metric(1.5)}
     with foreseen_memory(settings, "cpu") as nothing, foreseen_memory(settings, "cuda") as foreseen:
         assert nothing is None and foreseen is not None
-        foreseen.wait()
+        foreseen._process.wait()
         (logged,) = foreseen.compare(measured).items()
         assert foreseen.compare(measured) == dict([logged])
     trace = rehearse_settings(settings, Tracers()).ranks[0].trace
@@ -182,8 +182,8 @@ def test_a_run_on_gpus_logs_foreseen_memory_beside_what_it_measures(tmp_path, ca
 @pytest.mark.slow
 def test_a_rehearsal_beside_a_run_that_fails_is_noted_and_nothing_is_logged(tmp_path, capfd):
     settings = FSDP["fsdp, 2 ranks"].settings(tmp_path / "nothing")
-    with ForeseenMemory(settings) as foreseen:
-        foreseen.wait()
+    with closing(ForeseenMemory(settings)) as foreseen:
+        foreseen._process.wait()
         assert foreseen.compare({MEASURED: Metric(1.5)}) == {}
     assert "--rehearse cannot foresee it: " in capfd.readouterr().err
 

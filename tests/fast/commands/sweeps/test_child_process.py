@@ -24,15 +24,13 @@ start = Forks(["miles", "train"], work, ["forked_imports"])
 
 def run(name, core):
     os.sched_setaffinity(0, {core})  # of this thread, as in the queue
-    child = start(["miles", "train", name, str(folder)], folder / name, {**os.environ, "NAME": name})
+    words = ["miles", "train", name, str(folder)]
+    pid, wait = start(words, folder / name, {**os.environ, "NAME": name})
     if name.startswith("waits"):
         while not (folder / "ready").exists():
             pass
-        assert child.poll() is None
-        child.send_signal(15)
-    child.wait()
-    child.send_signal(15)  # too late, and harmless
-    statuses[name] = child.wait(), child.poll()
+        os.kill(pid, 15)
+    statuses[name] = wait()
 if __name__ == "__main__":
     statuses = {}
     threads = [threading.Thread(target=run, args=(name, core)) for name, core in json.loads(sys.argv[2])]
@@ -85,7 +83,7 @@ def forks(tmp_path: Path):
     cores = sorted(os.sched_getaffinity(0))
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
 
-    def run(*names: str) -> tuple[dict[str, list[int]], dict[str, str]]:
+    def run(*names: str) -> tuple[dict[str, int], dict[str, str]]:
         assignments = [(name, cores[i % len(cores)]) for i, name in enumerate(names)]
         words = [sys.executable, str(tmp_path / "program.py"), str(tmp_path), json.dumps(assignments)]
         done = subprocess.run(
@@ -99,7 +97,7 @@ def forks(tmp_path: Path):
 
 def test_a_fork_begins_as_a_process_would(forks) -> None:
     statuses, logs = forks("first", "second")
-    assert statuses == {"first": [0, 0], "second": [0, 0]}
+    assert statuses == {"first": 0, "second": 0}
     told = {name: json.loads(log) for name, log in logs.items()}
     cores = sorted(os.sched_getaffinity(0))
     for i, (name, facts) in enumerate(told.items()):
@@ -113,10 +111,10 @@ def test_a_fork_begins_as_a_process_would(forks) -> None:
 def test_a_fork_ends_with_the_status_of_a_process(forks) -> None:
     statuses, logs = forks("raises", "refuses", "dies", "waits")
     assert statuses == {
-        "raises": [1, 1],
-        "refuses": [2, 2],
-        "dies": [-signal.SIGKILL, -signal.SIGKILL],
-        "waits": [128 + signal.SIGTERM, 128 + signal.SIGTERM],
+        "raises": 1,
+        "refuses": 2,
+        "dies": -signal.SIGKILL,
+        "waits": 128 + signal.SIGTERM,
     }
     assert logs["raises"].rstrip().endswith("KeyError: 'gold'")
     assert logs["refuses"] == "wrong flags\n"

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tolerance import DOUBLE_ERROR
 
-from miles.commands.sweeps.results import area, band, final, mean_of_last, over_seeds, paired_difference
+from miles.commands.sweeps.results import area, band, mean_of_last, over_seeds, paired_difference
 
 VALUES = st.floats(-1e6, 1e6, allow_subnormal=False)
 BY_SEED = st.dictionaries(st.integers(0, 50), VALUES, min_size=2, max_size=12)
@@ -81,14 +81,10 @@ def test_the_interval_covers_as_often_as_the_docs_say(seeds: int, coverage: floa
 def test_summaries_see_only_what_was_measured(values: list[float], count: int) -> None:
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
-        assert all(
-            math.isnan(summary)
-            for summary in (final(values), mean_of_last(values, count), area(range(20), [math.nan] * 20))
-        )
+        assert all(math.isnan(summary) for summary in (mean_of_last(values, count), area(range(20), [math.nan] * 20)))
         return
-    assert final(values) == finite[-1]
     assert close(mean_of_last(values, count), sum(finite[-count:]) / len(finite[-count:]), max(map(abs, finite)))
-    assert mean_of_last(values, 1) == final(values)
+    assert mean_of_last(values, 1) == finite[-1]
 
 
 @given(st.floats(-10, 10), st.floats(-10, 10), st.sets(st.integers(1, 1000), min_size=2, max_size=20))

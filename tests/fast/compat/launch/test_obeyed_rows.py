@@ -12,9 +12,8 @@ from miles.config.megatron.rules import FIXED, FREE_FIELDS, SHAPE_FIELDS, check_
 from miles.config.megatron.rules import judge as judge_field
 from miles.config.notes import HEADINGS, READ_AS
 from miles.config.parser import judge
-from miles.config.sglang.flags import TENSOR_PARALLEL
 from miles.config.sglang.installed import server_flags
-from miles.config.sglang.rules import RENAMED
+from miles.config.sglang.rules import RENAMED, TENSOR_PARALLEL
 from scripts.pages.launch_scripts import launch_page
 
 

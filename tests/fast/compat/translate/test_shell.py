@@ -138,3 +138,26 @@ def test_quotes_without_end_are_one_sentence(tmp_path, capsys):
     (tmp_path / "run.sh").write_text('"$(' * 2000)
     assert cli.main(["translate", str(tmp_path / "run.sh")]) == 2
     assert "run.sh, line 1: not a shell script" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [
+        ("run() { local lr=${1:-1e-6}; TRAIN --lr $lr --seed ${2:-3}; }\nrun 5e-7\n", "--lr 5e-7 --seed 3"),
+        ("run() { TRAIN --lr ${1:-1e-6}; }\nrun 1e-7\nrun 2e-7\n", "--lr 2e-7"),
+        ("run() { TRAIN --lr ${LR:-1e-6}; }\nLR=2e-7 run\n", "--lr 2e-7"),
+        ("run() { TRAIN --lr ${LR:-1e-6}; }\nLR=2e-7 run\nrun\n", "--lr 1e-6"),
+        ("LR=1e-6\nlarge() { LR=2e-6; }\nTRAIN --lr $LR\n", "--lr 1e-6"),
+        ("LR=1e-6\nlarge() { LR=2e-6; }\nlarge\nTRAIN --lr $LR\n", "--lr 2e-6"),
+        ("run() { run; TRAIN --lr ${1:-1e-6}; }\nrun 2e-6\n", "--lr 2e-6"),
+        ("run() { TRAIN --lr ${1:-1e-6} --seed 4; }\ntime run 2e-6\n", "--seed 4"),
+        ("run() { shift; TRAIN --lr ${1:-1e-6} --seed 4; }\nrun 1 2e-6\n", "--seed 4"),
+    ],
+)
+def test_a_function_has_the_arguments_of_its_call(tmp_path, script, flags):
+    translation = translated(tmp_path, script.replace("TRAIN", "python3 slime/train.py --colocate"))
+    assert " ".join(translation.words) == f"--colocate {flags}"
+
+
+def test_an_expansion_of_no_name_is_listed(tmp_path):
+    assert [*translated(tmp_path, "python3 slime/train.py --lr 1e-6 ${}\n").document.elsewhere] == ["${}"]

@@ -215,6 +215,23 @@ def test_both_bounds_of_verls_cispo_are_kept(tmp_path):
         ("a.yaml", "num_generations: 4\nreward_clip_range: [-1, 1]\n", "reward_clip_range is RLOO of TRL"),
         ("a.yaml", "lmbda: 1\nmax_new_tokens: 64\n", "lmbda is distillation"),
         ("a.sh", f"{VERL_SH} distillation.enabled=True", "distillation.enabled = True: distillation from a teacher"),
+        (
+            "a.sh",
+            f"{OPENRLHF} --enable_vllm_is_correction --vllm_is_truncated_threshold 1 2 3",
+            "must be an upper bound",
+        ),
+        ("a.py", "a = Parser(GRPOConfig).parse()\nGRPOTrainer('m', f, args=a)", "args = a is no call of GRPOConfig"),
+        (
+            "a.toml",
+            "orchestrator.train.env = [{id = 'a', group_size = 8}, {id = 'b', group_size = 4}]\n",
+            "each environment has its own group_size",
+        ),
+        (
+            "a.sh",
+            f"{VERL_SH} algorithm.rollout_correction.rollout_rs=token_k1 "
+            "algorithm.rollout_correction.rollout_rs_threshold=0.0_2.0",
+            "must be a number above 0, or two",
+        ),
         *(
             ("a.py", f"{name}Trainer(args={name}Config())", f"{name}Trainer is ")
             for name in ("RLOO", "PPO", "GKD", "GOLD", "OnlineDPO", "XPO", "TPO", "SDFT", "IWOPD", "AsyncDistillation")
@@ -329,6 +346,8 @@ def test_trl_token_mean_with_several_steps_per_generation_is_not_ours(tmp_path):
         ("a.sh", "echo 'open\n", "line 1"),
         ("a.sh", "echo\n", "line 1"),
         ("a.yaml", "something: else", "line 1"),
+        ("a.yaml", "beta: 0.1\ndatasets: [{path: !!int x}]", "line 2"),
+        ("a.sh", "$RUN actor_rollout_ref.\n", "line 1"),
         *(
             (
                 "a.yaml",
@@ -351,6 +370,10 @@ def test_a_bad_file_is_one_sentence_with_file_and_line(tmp_path, capsys, name, t
     assert output.out == ""
     assert f"{path}, {place}" in output.err
     assert len(output.err.splitlines()) == 1
+
+
+def test_a_text_that_yaml_takes_for_a_broken_number_is_text(tmp_path):
+    assert translated(tmp_path, "a.sh", f"{VERL_SH} 'data.prompt_key=!!int +' 'trainer.made_up={{a:!!int +}}'")[1].words
 
 
 def test_a_value_of_another_kind_is_text(tmp_path):
@@ -441,6 +464,7 @@ VERL_KL = f"{VERL_SH.removesuffix('grpo')}{{}} algorithm.use_kl_in_reward=True a
 VERL_GRPO = f"{VERL_SH} data.train_batch_size=1024 actor_rollout_ref.rollout.n=8"
 TRL_SIZES = "num_generations: 8\nper_device_train_batch_size: 8\n"
 KL_IN_THE_LOSS = "--use-kl-loss --kl-loss-coef"
+CORRECTION = "algorithm.rollout_correction.rollout_"
 
 
 @pytest.mark.parametrize(
@@ -486,6 +510,16 @@ KL_IN_THE_LOSS = "--use-kl-loss --kl-loss-coef"
             "--kl-loss-type low_var_kl",
         ),
         ("a.sh", f"{VERL_GRPO} {ROLLOUT}top_k=50 {ROLLOUT}temperature=0.6", "--no-support-replay"),
+        ("a.sh", f"{VERL_GRPO} {CORRECTION}rs=seq_mean_k1 {CORRECTION}rs_threshold=1.01", "--rs-level geometric"),
+        (
+            "a.sh",
+            f"{OPENRLHF} --policy_loss_type gspo --enable_vllm_is_correction --advantage_estimator group_norm "
+            "--n_samples_per_prompt 4 --init_kl_coef 0",
+            "--use-rollout-logprobs",
+        ),
+        ("a.yaml", f"{TRL_SIZES}max_grad_norm: null\n", "--clip-grad 0"),
+        ("a.toml", "[orchestrator]\ngroup_size = 8\n", "--drop-zero-std-groups"),
+        ("a.yaml", "grpo: {num_generations_per_prompt: 4, adv_estimator: {name: gdpo}}\n", "gdpo"),
     ],
 )
 def test_the_command_starts_with_what_it_asks_for(tmp_path, name, text, expected):
@@ -527,6 +561,12 @@ def test_both_spellings_of_openrlhf_become_the_same_flags(tmp_path):
         assert translation.unread == []
         both.append({group for group in translation.groups if group[0] not in differ})
     assert both[0] == both[1] and ("--critic-lr", "3e-06") in both[0] and ("--policy-loss", "ppo") in both[0]
+
+
+def test_a_file_of_one_process_of_prime_rl_is_refused(tmp_path, capsys):
+    (tmp_path / "train.toml").write_text("max_steps = 5\n[optim]\nlr = 3e-6\n")
+    assert cli.main(["translate", str(tmp_path / "train.toml"), "--from", "prime-rl"]) == 2
+    assert "optim.lr = 3e-06: is a setting of one process alone" in capsys.readouterr().err
 
 
 def test_a_file_of_another_release_is_not_translated_to_defaults(tmp_path, capsys):
@@ -830,6 +870,113 @@ RIGHT = [
     ("a.sh", f"{OPENRLHF} --top_p 0.9", "--no-support-replay", ""),
     ("a.sh", f"{VERL_GRPO} {ROLLOUT}top_k=50", "--no-support-replay --rollout-top-k=50", ""),
     ("a.sh", f"{VERL_GRPO} {ROLLOUT}top_k=50 {ROLLOUT}temperature=0.6", "--no-support-replay", ""),
+    (
+        "a.sh",
+        f"{VERL_GRPO} trainer.test_freq=5 data.val_files=v {ROLLOUT}val_kwargs.temperature=0.6",
+        "--eval-temperature=0.6",
+        "",
+    ),
+    ("a.sh", f"{VERL_GRPO} {ROLLOUT}response_length=7", "--rollout-max-response-len=7", ""),
+    (
+        "a.sh",
+        f"{VERL_GRPO} {CORRECTION}is=token {CORRECTION}is_threshold=0.5_5.0",
+        "--tis-mode=icepop --tis-clip-low=0.5 --tis-clip=5",
+        "",
+    ),
+    (
+        "a.sh",
+        f"{VERL_GRPO} {CORRECTION}rs=seq_mean_k1 {CORRECTION}rs_threshold=1.25",
+        "--rs-level=geometric --rs-lower-bound=0.8 --rs-upper-bound=1.25",
+        "",
+    ),
+    (
+        "a.sh",
+        f"{VERL_GRPO} {CORRECTION}rs=token_k1 {CORRECTION}rs_threshold=0.8_2.0",
+        "--rs-level=token --rs-lower-bound=0.5 --rs-upper-bound=1.25",
+        "",
+    ),
+    (
+        "a.sh",
+        f"{VERL_GRPO} algorithm.rollout_correction.bypass_mode=True {CORRECTION}is=token",
+        "--use-rollout-logprobs",
+        "--use-tis",
+    ),
+    (
+        "a.sh",
+        f"{VERL_GRPO} '{ACTOR}policy_loss={{loss_mode:clip_cov,clip_cov_ratio: 0.1}}'",
+        "--policy-loss=clip_cov --clip-cov-fraction=0.1",
+        "",
+    ),
+    (
+        "a.sh",
+        f"{OPENRLHF} --actor.aux_loss_coef 0.0 --reward.clip_range -10 10",
+        "--num-epoch=1",
+        "--moe-aux-loss-coeff",
+    ),
+    ("a.sh", f"{VERL_GRPO} actor_rollout_ref.model.lora_alpha=16", "--lr=1e-06", "--lora-alpha"),
+    (
+        "a.yaml",
+        "algorithm: {adv_estimator: grpo}\ndata: {image_key: images}\nactor_rollout_ref: {model: {path: a/b}}\n",
+        "--hf-checkpoint=a/b",
+        "--multimodal-keys",
+    ),
+    (
+        "a.sh",
+        f"{OPENRLHF} --actor.policy_loss_type gspo --algo.advantage.is_correction_level token",
+        "--use-rollout-logprobs --policy-loss=gspo",
+        "--use-tis",
+    ),
+    (
+        "a.sh",
+        f"{OPENRLHF} --algo.kl.use_loss --algo.kl.target 0.1",
+        "--kl-target=0.1 --kl-horizon=10000 --kl-loss-coef=0.01",
+        "",
+    ),
+    ("a.py", "a = GRPOConfig(beta=0.2)\na.beta = 0.1\nGRPOTrainer(args=a)", "--kl-loss-coef=0.1", ""),
+    (
+        "a.py",
+        "if __name__ == '__main__':\n a: C = GRPOConfig()\n a.beta = 0.1\n GRPOTrainer(args=a)",
+        "--kl-loss-coef=0.1",
+        "",
+    ),
+    ("a.py", "a = GRPOConfig()\nif x:\n a.max_grad_norm = 0.1\nGRPOTrainer(args=a)", "--seed=42", "--clip-grad"),
+    (
+        "a.py",
+        "class Mine(GRPOConfig):\n beta: float = 0.1\nGRPOTrainer(args=Mine(learning_rate=2e-6))",
+        "--kl-loss-coef=0.1 --lr=2e-06",
+        "",
+    ),
+    ("a.yaml", TRL + "max_grad_norm: null\n", "--clip-grad=0", ""),
+    ("a.yaml", TRL + "x: &x {beta: 0.1, seed: 3}\n<<: *x\nseed: 4\n", "--kl-loss-coef=0.1 --seed=4", ""),
+    (
+        "a.sh",
+        "python grpo_train.py --num_generations 8 --per_device_train_batch_size 8",
+        "--n-samples-per-prompt=8 --weight-decay=0",
+        "",
+    ),
+    (
+        "a.yaml",
+        "grpo: {seed: 1}\npolicy: {max_grad_norm: null, optimizer: {kwargs: {lr: 1.0e-6}}, megatron_cfg: {enabled: "
+        "true, optimizer: {lr: 2.0e-6, clip_grad: '${policy.max_grad_norm}'}, peft: {enabled: true, dim: 4}}}\n",
+        "--clip-grad=0 --lr=2e-06 --lora-rank=4 --lora-alpha=32",
+        "",
+    ),
+    ("a.yaml", "grpo: {seed: 1}\ndata: {train: {output_key: a}}\n", "--label-key=a", ""),
+    ("a.yaml", "grpo: {seed: 1, normalize_rewards: false, adv_estimator: {name: gdpo}}\n", "", "rloo"),
+    (
+        "a.yaml",
+        "loss_fn: {use_importance_sampling_correction: true, truncated_importance_sampling_type: icepop, "
+        "truncated_importance_sampling_ratio_min: 0.5}\n",
+        "--tis-mode=truncate --tis-clip=1000000",
+        "--tis-clip-low",
+    ),
+    ("a.toml", "[orchestrator]\ngroup_size = 8\n", "--global-batch-size=128 --rollout-batch-size=16", ""),
+    (
+        "a.toml",
+        "orchestrator.train.env = [{id = 'a', group_size = 8, sampling = {temperature = 0.6}}]\n",
+        "--n-samples-per-prompt=8 --rollout-temperature=0.6 --rollout-batch-size=16 --apply-chat-template",
+        "",
+    ),
 ]
 
 WHOLE = "over the whole vocabulary there; over the tokens that sampling keeps here"
@@ -842,6 +989,12 @@ DIFFERENT = [
     ("a.toml", PRIME + "orchestrator.sampling.top_p = 0.9\n", "log-probs", WHOLE),
     ("a.yaml", "grpo: {seed: 1}\npolicy: {generation: {top_p: 0.9}}\n", "policy.generation.top_p", "trainer itself"),
     ("a.sh", OPENRLHF, "--critic.adam.lr", "reached after 0.03 of the steps there"),
+    ("a.sh", "deepspeed --module openrlhf.cli.train_ppo --pretrain m", "openrlhf.cli.train_ppo", "before 0.8.0"),
+    ("a.sh", f"{OPENRLHF} --prompt_max_len 9 --generate_max_len 9", "--prompt_max_len", "cut there, left out here"),
+    ("a.sh", f"{OPENRLHF} --reward.model_name_or_path r", "--critic.model", "starts from the reward model there"),
+    ("a.sh", f"{OPENRLHF} --rollout.vllm_generate_batch_size 2048", "--rollout.vllm", "for 2048 prompts at once"),
+    ("a.yaml", "grpo: {val_period: 10}\n", "grpo.val_period", "--eval-prompt-data"),
+    ("a.yaml", f"{TRL}eval_strategy: steps\n", "eval_strategy", "--eval-prompt-data"),
     ("a.sh", f"{OPENRLHF} --critic_learning_rate 1e-5", "--critic_learning_rate", "ends at 0.1 times this there"),
     ("a.sh", f"{OPENRLHF} --critic.max_norm 0.5", "--critic.max_norm", "the policy's value here"),
     (
@@ -853,7 +1006,38 @@ DIFFERENT = [
     ("a.sh", f"{VERL_KL.format('gae')} {ACTOR}grad_clip=0.5", "critic.grad_clip", "policy's value here"),
     ("a.sh", f"{VERL_KL.format('gae')} critic.optim.lr_scheduler_type=cosine", "critic.optim.lr_sch", "policy's value"),
     ("a.yaml", "ppo: {seed: 1}\nvalue: {max_grad_norm: 0.5}\n", "value.max_grad_norm", "the policy's value here"),
+    (
+        "a.yaml",
+        "ppo: {seed: 1}\npolicy: {model_name: a}\nvalue: {model_name: b}\n",
+        "value.model",
+        "policy's value here",
+    ),
     ("a.toml", PRIME + "trainer.scheduler.type = 'linear'\n", "trainer.scheduler.type", "over the last 10 steps there"),
+    ("a.sh", f"{VERL_GRPO} {CORRECTION}rs=token_k1 {CORRECTION}rs_threshold=2", f"{CORRECTION}rs", "leave the mean"),
+    (
+        "a.sh",
+        f"{VERL_GRPO} {ACTOR}policy_loss.loss_mode=sapo {ACTOR}use_kl_loss=True",
+        f"{ACTOR}use_kl_loss",
+        "follows loss_agg_mode",
+    ),
+    ("a.sh", f"{VERL_GRPO} {ACTOR}clip_ratio=0.3", f"{ACTOR}clip_ratio", "has no effect there"),
+    ("a.sh", f"{VERL_GRPO} {ACTOR}fsdp_config.model_dtype=bfloat16", f"{ACTOR}fsdp_config", "in fp32 here"),
+    (
+        "a.sh",
+        f"{VERL_KL.format('rloo')} {ACTOR}loss_agg_mode=seq-mean-token-sum",
+        "algorithm.use_kl_in_reward",
+        "its mean here",
+    ),
+    (
+        "a.yaml",
+        f"{TRL}steps_per_generation: 2\ngradient_accumulation_steps: 4\n",
+        "steps_per_generation",
+        "no whole number of steps of 32",
+    ),
+    ("a.yaml", f"{TRL}torch_dtype: bfloat16\n", "torch_dtype", "in fp32 here"),
+    ("a.yaml", "grpo: {seed: 1}\n", "grpo.use_leave_one_out_baseline", "mean and std of the group"),
+    ("a.yaml", "grpo: {seed: 1}\ndata: {max_input_seq_length: 9}\n", "data.max_input", "without a loss there"),
+    ("a.toml", PRIME + "trainer.model.ep_comm_backend = 'deepep'\n", "trainer.model.ep", "not clipped"),
     *(
         (
             "a.yaml",
@@ -882,6 +1066,21 @@ def test_what_differs_is_named(tmp_path, name, text, setting, sentence):
     parse(translation.words)
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "listed"),
+    [
+        ("a.sh", f"C='{VERL_SH}'\nif $X; then C=\"$C data.seed=1\"; fi\n$C {ROLLOUT}n=8\n", "$C is set in a branch"),
+        ("a.sh", f"{VERL_SH} trainer.made_up=3", "trainer.made_up = 3"),
+        ("a.py", "class A(GRPOTrainer): pass\nA('m', f, GRPOConfig())", "A = another trainer than GRPOTrainer"),
+        ("a.py", "a = GRPOConfig()\nb = GRPOTrainer(args=a)\nb.args.beta = 1\n", "beta = b.args.beta = 1"),
+    ],
+)
+def test_what_is_not_read_is_listed(tmp_path, capsys, name, text, listed):
+    (tmp_path / name).write_text(text)
+    assert cli.main(["translate", str(tmp_path / name)]) == 0
+    assert listed in capsys.readouterr().out.partition("Not read, and could change learning")[2]
+
+
 @pytest.mark.parametrize("is_on", [False, True])
 @pytest.mark.parametrize(
     ("name", "text"),
@@ -896,6 +1095,19 @@ def test_what_is_switched_off_is_not_listed(tmp_path, name, text, is_on):
     assert any("buffer" in label for label in listed) is is_on
 
 
+def test_settings_of_a_critic_are_not_listed_without_one(tmp_path):
+    value = "value: {model_name: b, train_global_batch_size: 8, max_grad_norm: 0.5}\n"
+    _, translation, _ = translated(tmp_path, "a.yaml", NEMO_BASE + value)
+    assert not [setting.key for setting in translation.unread if setting.key.startswith("value.")]
+
+
+def test_quoted_text_in_an_object_of_hydra_stays_as_written(tmp_path):
+    _, translation, _ = translated(
+        tmp_path, "a.sh", f"{VERL_SH} {ROLLOUT}n=8 'actor_rollout_ref.model={{path:\"x:y\"}}'"
+    )
+    assert "x:y" in map(str, translation.words)
+
+
 def test_a_child_has_the_settings_of_its_parent(tmp_path, capsys):
     (tmp_path / "base.yaml").write_text(NEMO_BASE)
     child = "defaults: base.yaml\ngrpo: {num_prompts_per_step: 64}\npolicy: {optimizer: null}\n"
@@ -906,6 +1118,19 @@ def test_a_child_has_the_settings_of_its_parent(tmp_path, capsys):
     (tmp_path / "base.yaml").unlink()
     assert cli.main(["translate", str(tmp_path / "child.yaml")]) == 2
     assert "base.yaml" in capsys.readouterr().err
+
+
+def test_a_command_of_nemo_rl_overrides_the_file_that_it_names(tmp_path):
+    (tmp_path / "base.yaml").write_text(NEMO_BASE)
+    text = (
+        "CONFIG=$(cd $(dirname $0) && pwd)/base.yaml\n"
+        "uv run examples/run_grpo_math.py --config $CONFIG grpo.num_prompts_per_step=64 ++policy.max_grad_norm=0.5 $@\n"
+    )
+    launcher, translation, _ = translated(tmp_path, "run.sh", text)
+    words = " ".join(translation.words)
+    assert launcher.name == "nemo-rl" and translation.unread == [] and [*translation.document.elsewhere] == ["$@"]
+    for flags in ("--rollout-batch-size 64", "--n-samples-per-prompt 16", "--lr 4e-06", "--clip-grad 0.5"):
+        assert flags in words
 
 
 @pytest.mark.parametrize(("words", "samples"), [("", 64), (" --num_processes 2", 16)])

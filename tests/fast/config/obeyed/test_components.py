@@ -35,7 +35,7 @@ from miles.observe.sinks import MlflowSink, SampleTables, WandbSink
 from miles.rollout import producer
 from miles.rollout.evaluate import load_eval_sets
 from miles.rollout.groups import sampling_params
-from miles.rollout.supply import build_supply, iterations_of
+from miles.rollout.pipeline import build_supply, iterations_of
 from miles.run import remote_checkpoints, rollout_actor
 from miles.run.loop import Drivers
 from miles.run.train_actor import TrainActor
@@ -211,7 +211,7 @@ def servers(settings: Settings) -> Any:
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Placed):
         patch.setattr(servers_engine, "read_config", MagicMock())
-        patch.setattr(sglang_engine, "SpanningServer", MagicMock())
+        patch.setattr(servers_engine, "SpanningServer", MagicMock())
         asyncio.run(sglang_engine.start(settings, Host()))  # type: ignore[arg-type]
     return placements
 

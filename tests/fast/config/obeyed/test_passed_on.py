@@ -11,20 +11,20 @@ from miles.compat.border import read_command
 from miles.config.megatron.fields import megatron_fields
 from miles.config.megatron.rules import TRIED
 from miles.config.parser import judge
-from miles.config.sglang.flags import (
+from miles.config.sglang.installed import CONFIG, router_flags, server_flags
+from miles.config.sglang.rules import (
     DATA_PARALLEL,
+    FILES,
     OTHER_PARALLEL,
     OWNED_BY_LAUNCHER,
+    RENAMED,
+    REPLACED,
     TENSOR_PARALLEL,
     WITHOUT_KEYS,
-    known_router_flags,
-    known_server_flags,
 )
-from miles.config.sglang.installed import CONFIG, router_flags, server_flags
-from miles.config.sglang.rules import FILES, RENAMED, REPLACED
 from miles.engine.servers.keys import Keys
-from miles.engine.servers.server_log import LogFile
-from miles.engine.sglang.engine import server_spec
+from miles.engine.servers.processes import LogFile
+from miles.engine.sglang.engine import server_program
 from miles.engine.sglang.router import Router
 
 VALUES = {  # others of recomputation are noted: they change memory only
@@ -44,7 +44,7 @@ def values(accepted):
 
 
 def test_every_flag_of_sglang_is_in_the_command_of_its_server(command):
-    flags = sorted(known_server_flags() - OTHERWISE - {*WITHOUT_KEYS})
+    flags = sorted(server_flags().keys() - OTHERWISE - {*WITHOUT_KEYS})
     if not flags:
         pytest.skip("SGLang is not installed")
     taken = {flag: [__file__] if flag in FILES else values(server_flags()[flag]) for flag in flags}
@@ -53,13 +53,13 @@ def test_every_flag_of_sglang_is_in_the_command_of_its_server(command):
     ]  # which quantizes the trainer's weights: with others --quantization is refused
     words = [word for flag in flags for word in (f"--sglang-{flag[2:]}", *taken[flag])]
     settings = judge(read_command([*command(SGLANG), *words])).settings
-    server = server_spec(settings, "cuda", 0, Keys())
+    server = server_program(settings, "cuda", 0, Keys())
     started = {*server.arguments("127.0.0.1", 1), *server.secret_arguments}
     assert len(flags) > 300 and not set(flags) - started
 
 
 def test_every_flag_of_the_router_is_in_its_command(command, monkeypatch):
-    flags = sorted(known_router_flags() - {*OWNED_BY_LAUNCHER})
+    flags = sorted(router_flags().keys() - {*OWNED_BY_LAUNCHER})
     words = [word for flag in flags for word in (f"--router-{flag[2:]}", *values(router_flags()[flag]))]
     settings = judge(read_command([*command(f"{SGLANG} --rollout-num-gpus 2"), *words])).settings
     monkeypatch.setattr(Router, "_run", lambda self: MagicMock())
@@ -70,7 +70,7 @@ def test_every_flag_of_the_router_is_in_its_command(command, monkeypatch):
 def test_the_router_ends_no_answer_that_takes_hours(monkeypatch):
     monkeypatch.setattr(Router, "_run", lambda self: MagicMock())
     words = Router((), "127.0.0.1", LogFile(Path("router.log")), 1)._words
-    assert "--request-timeout-secs" in known_router_flags()
+    assert "--request-timeout-secs" in router_flags()
     assert int(words[words.index("--request-timeout-secs") + 1]) > 24 * 3600
 
 

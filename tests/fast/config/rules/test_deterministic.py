@@ -2,7 +2,7 @@
 
 import pytest
 
-from miles.engine.sglang.launch import ServerSpec
+from miles.engine.sglang.launch import SglangProgram
 from tests.fast.support.rows import rows
 
 
@@ -19,7 +19,7 @@ def test_the_torch_engine_repeats_anywhere_and_servers_do_on_gpus(validated):
 
 def test_servers_get_the_flag(tmp_path):
     def words(is_deterministic: bool) -> set[str]:
-        spec = ServerSpec("model", "bfloat16", "cuda", 1, 0, is_deterministic=is_deterministic)
+        spec = SglangProgram("model", "bfloat16", "cuda", 1, 0, is_deterministic=is_deterministic)
         return {*spec.arguments("127.0.0.1", 1)}
 
     assert words(True) - words(False) == {"--enable-deterministic-inference"}

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from miles.engine.servers.keys import NO_KEYS
-from miles.engine.sglang.engine import server_spec
+from miles.engine.sglang.engine import server_program
 from miles.models.packing import WITH_KNOWN_ROUTERS
 
 BOTH = ("--use-rollout-routing-replay", "--use-routing-replay")
@@ -44,9 +44,9 @@ def test_servers_say_which_experts_they_chose_on_gpus(refused, validated, model_
         f"{flags} --use-routing-replay --device cpu", "--hf-checkpoint"
     ).settings.training.use_routing_replay
     settings = validated(f"{flags} --use-rollout-routing-replay --device cuda", "--hf-checkpoint").settings
-    assert "--enable-return-routed-experts" in server_spec(settings, "cuda", 0, NO_KEYS).arguments("h", 1)
+    assert "--enable-return-routed-experts" in server_program(settings, "cuda", 0, NO_KEYS).arguments("h", 1)
     without = validated(f"{flags} --device cuda", "--hf-checkpoint").settings
-    assert "--enable-return-routed-experts" not in server_spec(without, "cuda", 0, NO_KEYS).arguments("h", 1)
+    assert "--enable-return-routed-experts" not in server_program(without, "cuda", 0, NO_KEYS).arguments("h", 1)
 
 
 @pytest.mark.parametrize("flag", BOTH)

@@ -8,7 +8,7 @@ from miles.config.servers.passed_on import ServerFlags
 from miles.engine.servers.client import RequestRefused
 from miles.engine.servers.keys import Keys, bearer, keys_of
 from miles.engine.sglang.client import SglangClient
-from miles.engine.sglang.launch import ExternalServer, ServerSpec
+from miles.engine.sglang.launch import ExternalServer, SglangProgram
 from tests.fast.engine.fake_servers import KEYS, FakeServer, ask, started_engine
 
 SECRETS = (KEYS.server, KEYS.admin, KEYS.router)
@@ -34,12 +34,12 @@ def test_external_servers_have_the_keys_that_are_given():
 
 
 def test_keys_are_in_no_representation():
-    spec = ServerSpec("m", "float32", "cpu", 1, seed=0, flags=("--ssl-keyfile-password", "sesame"), keys=KEYS)
+    spec = SglangProgram("m", "float32", "cpu", 1, seed=0, flags=("--ssl-keyfile-password", "sesame"), keys=KEYS)
     assert not any(secret in repr((KEYS, spec)) for secret in (*SECRETS, "sesame"))
 
 
 def test_words_with_secrets_are_not_among_the_arguments():
-    spec = ServerSpec("m", "float32", "cpu", 1, seed=0, flags=("--ssl-keyfile-password", "sesame", "--x"), keys=KEYS)
+    spec = SglangProgram("m", "float32", "cpu", 1, seed=0, flags=("--ssl-keyfile-password", "sesame", "--x"), keys=KEYS)
     assert not {"sesame", *SECRETS} & set(spec.arguments("h", 1))
     assert "--x" in spec.arguments("h", 1)
     assert spec.secret_arguments == [

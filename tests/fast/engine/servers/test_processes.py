@@ -15,8 +15,7 @@ import psutil
 import pytest
 
 from miles.engine.base import ServerFailed
-from miles.engine.servers.processes import SPARE_FILES, ChildProcess, allow_open_files, free_port
-from miles.engine.servers.server_log import LogFile
+from miles.engine.servers.processes import SPARE_FILES, ChildProcess, LogFile, allow_open_files, free_port
 from miles.engine.sglang import router as router_module
 from miles.engine.sglang.router import Router
 
@@ -26,7 +25,7 @@ WITH_CHILD = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {
 PARENT = """
 import os, pathlib, sys
 from miles.engine.servers.processes import ChildProcess
-from miles.engine.servers.server_log import LogFile
+from miles.engine.servers.processes import LogFile
 child = ChildProcess("fake_child", [], os.environ, LogFile(pathlib.Path(sys.argv[1])))
 child.wait_until(lambda: "serving" in child.log.path.read_text(), 60)
 print(child.pid, flush=True)

@@ -5,7 +5,7 @@ import io
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.engine.servers.server_log import TAIL_LINES, LogFile, ServerLog
+from miles.engine.servers.processes import TAIL_LINES, LogFile, ServerLog
 
 
 def copied(file, lines, secrets=frozenset()):

@@ -38,12 +38,12 @@ import signal, sys
 from pathlib import Path
 from miles.engine.servers.launch import ServerOnHost
 from miles.engine.sglang import launch
-from miles.engine.servers.server_log import LogFile
+from miles.engine.servers.processes import LogFile
 
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
 launch.find_spec = lambda name: name
 launch.MODULE_ON_CPU = "holding_server"
-server = ServerOnHost(launch.ServerSpec("m", "float32", "cpu", 1, seed=0), LogFile(Path("log")), "127.0.0.1")
+server = ServerOnHost(launch.SglangProgram("m", "float32", "cpu", 1, seed=0), LogFile(Path("log")), "127.0.0.1")
 server.start()
 print("serves", flush=True)
 signal.pause()

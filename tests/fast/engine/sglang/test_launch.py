@@ -12,17 +12,16 @@ from small_disk import fill, mounted_disk
 
 from miles.base.disk_faults import WriteFailed
 from miles.base.processes import RUN_FOLDER
-from miles.config.sglang.flags import known_server_flags
+from miles.config.sglang.installed import server_flags
 from miles.engine.base import ServerFailed
 from miles.engine.servers.keys import Keys
 from miles.engine.servers.launch import ServerOnHost
-from miles.engine.servers.processes import free_port
-from miles.engine.servers.server_log import LogFile
+from miles.engine.servers.processes import LogFile, free_port
 from miles.engine.sglang import launch
-from miles.engine.sglang.launch import ServerSpec, cpu_support
+from miles.engine.sglang.launch import SglangProgram, cpu_support
 
 STORE = Path("some") / "store"
-CPU = ServerSpec("some/model", "float32", "cpu", 2, seed=7)
+CPU = SglangProgram("some/model", "float32", "cpu", 2, seed=7)
 
 
 def pairs(words):
@@ -42,13 +41,13 @@ def test_cpu_server_gets_the_flags_it_needs():
 
 
 def test_cuda_server_keeps_its_own_defaults():
-    flags = pairs(ServerSpec("some/model", "bfloat16", "cuda", 1, seed=0).arguments("h", 1))
+    flags = pairs(SglangProgram("some/model", "bfloat16", "cuda", 1, seed=0).arguments("h", 1))
     assert not {"--device", "--attention-backend", "--mem-fraction-static"} & flags.keys()
 
 
 def test_colocated_server_can_release_its_memory():
     plain, sharing = (
-        ServerSpec("m", "bfloat16", "cuda", 1, seed=0, releases_memory=shares) for shares in (False, True)
+        SglangProgram("m", "bfloat16", "cuda", 1, seed=0, releases_memory=shares) for shares in (False, True)
     )
     assert set(sharing.arguments("h", 1)) - set(plain.arguments("h", 1)) == {"--enable-memory-saver"}
 
@@ -57,7 +56,7 @@ def test_colocated_server_can_release_its_memory():
     "flags", [("--dtype", "bfloat16"), ("--dtype=bfloat16",), ("--tp", "2"), ("--disable-overlap-schedule",)]
 )
 def test_a_flag_of_the_user_replaces_the_default(flags):
-    words = ServerSpec("m", "float32", "cpu", 2, seed=0, flags=flags).arguments("h", 1)
+    words = SglangProgram("m", "float32", "cpu", 2, seed=0, flags=flags).arguments("h", 1)
     assert words[-len(flags) :] == [*flags]
     name = flags[0].split("=")[0]
     assert sum(word.split("=")[0] == name for word in words) == 1
@@ -74,16 +73,16 @@ def test_only_cpu_servers_see_the_support_files():
     assert pairs(images.arguments("h", 1))["--mm-attention-backend"] == "sdpa"
     assert environment["OMP_NUM_THREADS"] == "3"
     assert (cpu_support() / f"{CPU.module}.py").is_file()
-    cuda = ServerSpec("m", "bfloat16", "cuda", 1, seed=0)
+    cuda = SglangProgram("m", "bfloat16", "cuda", 1, seed=0)
     assert cuda.module == "sglang.launch_server"
     assert cuda.environment(variables, STORE.parent)["PYTHONPATH"] == "mine"
     assert (cpu_support() / "sgl_kernel" / "__init__.py").is_file()
 
 
 def test_a_server_can_compute_its_logits_in_fp32():
-    plain, exact = (ServerSpec("m", "bfloat16", "cuda", 1, seed=0, fp32_head=asked) for asked in (False, True))
+    plain, exact = (SglangProgram("m", "bfloat16", "cuda", 1, seed=0, fp32_head=asked) for asked in (False, True))
     assert set(exact.arguments("h", 1)) - set(plain.arguments("h", 1)) == {"--enable-fp32-lm-head"}
-    assert "--enable-fp32-lm-head" in known_server_flags() or not known_server_flags()
+    assert "--enable-fp32-lm-head" in server_flags() or not server_flags()
 
 
 @pytest.fixture

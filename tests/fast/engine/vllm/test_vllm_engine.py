@@ -5,7 +5,6 @@ import math
 import os
 import re
 import signal
-import sys
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from miles.engine.base import GenerationRequest, LocalServer, SamplingParams
 from miles.engine.servers.client import EngineUnavailable, RequestRefused
 from miles.engine.servers.keys import keys_of
 from miles.engine.servers.launch import ServerOnHost
-from miles.engine.servers.server_log import LogFile
+from miles.engine.servers.processes import LogFile
 from miles.engine.vllm import launch
 from miles.engine.vllm.client import TIES, read_generation, sampling_params
 from miles.engine.vllm.engine import VllmEngine
@@ -31,7 +30,7 @@ from miles.types.images import PromptImages
 from miles.types.weights import WeightChunk
 
 KEYS = keys_of(ServerFlags(), external=False)
-PROGRAM = VllmProgram(sys.executable, "some/model", "float32", "cpu", 1, 7, KEYS)
+PROGRAM = VllmProgram("some/model", "float32", "cpu", 1, 7, KEYS)
 WEIGHTS = [WeightChunk({"w": torch.zeros(3)})]
 HALF = math.log(0.5)
 
@@ -50,7 +49,7 @@ class FakeProgram(VllmProgram):
 @asynccontextmanager
 async def started(folder, monkeypatch, number=1, **flags):
     monkeypatch.setattr(launch, "MODULE", "fake_vllm")
-    program = FakeProgram(**{name: getattr(PROGRAM, name) for name in PROGRAM.__dataclass_fields__})
+    program = FakeProgram(**vars(PROGRAM))
     hosts = [ServerOnHost(program, LogFile(folder / f"{n}.log"), "127.0.0.1") for n in range(number)]
     sglang = SglangArguments(**{"update_weight_transfer_mode": "disk", "rollout_health_check_interval": 0.3, **flags})
     servers = [LocalServer(n, host) for n, host in enumerate(hosts)]

@@ -21,7 +21,7 @@ from miles.engine.base import GenerationRequest, LocalServer, SamplingParams
 from miles.engine.servers.keys import keys_of
 from miles.engine.servers.launch import ServerOnHost
 from miles.engine.servers.leftovers import open_segments
-from miles.engine.servers.server_log import LogFile
+from miles.engine.servers.processes import LogFile
 from miles.engine.vllm.client import VllmClient
 from miles.engine.vllm.engine import VllmEngine
 from miles.engine.vllm.launch import VllmProgram
@@ -51,7 +51,15 @@ def folder(tmp_path_factory):
 @asynccontextmanager
 async def started(model, logs, number=1, **flags):
     program = VllmProgram(
-        vllm_python(), str(model), "float32", "cpu", 1, 7, KEYS, ("--max-model-len", "512"), reads_text=True
+        str(model),
+        "float32",
+        "cpu",
+        1,
+        7,
+        KEYS,
+        flags=("--max-model-len", "512"),
+        reads_text=True,
+        python=vllm_python(),
     )
     hosts = [ServerOnHost(program, LogFile(logs / f"{n}.log"), "127.0.0.1") for n in range(number)]
     sglang = SglangArguments(**{"update_weight_transfer_mode": "disk", **flags})

@@ -12,6 +12,7 @@ from tolerance import DOUBLE_ERROR, FEW_ROUNDINGS
 
 from miles.objective import token_advantages as phase_two
 from miles.objective.chosen import build_objective
+from miles.objective.estimators.base import TrajectoryTokens
 from miles.objective.estimators.ppo import generalized_advantages
 from miles.objective.settings import LossArguments
 from miles.objective.token_advantages import SampleTokens, StepAdvantages, whitened
@@ -25,6 +26,11 @@ def token_advantages(loss: LossArguments, samples: list[SampleTokens]) -> StepAd
     return phase_two.token_advantages(build_objective(loss), samples)
 
 
+def generalized(rewards, values, gamma, lambd):
+    pairs = zip(rewards, values, strict=True)
+    return generalized_advantages([TrajectoryTokens(r, v, 0, np.zeros(0)) for r, v in pairs], gamma, lambd)
+
+
 def sample(rollout, mask, reward=0.0, values=None, log_ratio=None):
     def column(numbers):
         return None if numbers is None else np.asarray(numbers, np.float32)
@@ -36,7 +42,7 @@ def sample(rollout, mask, reward=0.0, values=None, log_ratio=None):
 def test_gae_is_the_double_sum(rows, gamma, lambd):
     rewards = [np.array([r for r, _ in row]) for row in rows]
     values = [np.array([v for _, v in row]) for row in rows]
-    all_advantages = generalized_advantages(rewards, values, gamma, lambd)
+    all_advantages = generalized(rewards, values, gamma, lambd)
     assert len(all_advantages) == len(rows)
     for r, v, advantages in zip(rewards, values, all_advantages, strict=True):
         following = [*v[1:], 0.0]
@@ -49,8 +55,8 @@ def test_gae_is_the_double_sum(rows, gamma, lambd):
 def test_the_ends_of_lambda():
     """At 1 the return minus the value; at 0 the error of one step."""
     rewards, values = [np.array([1.0, 0.0, 2.0])], [np.array([0.3, 0.2, 0.1])]
-    np.testing.assert_allclose(generalized_advantages(rewards, values, 1.0, 1.0)[0], [2.7, 1.8, 1.9])
-    np.testing.assert_allclose(generalized_advantages(rewards, values, 1.0, 0.0)[0], [0.9, -0.1, 1.9])
+    np.testing.assert_allclose(generalized(rewards, values, 1.0, 1.0)[0], [2.7, 1.8, 1.9])
+    np.testing.assert_allclose(generalized(rewards, values, 1.0, 0.0)[0], [0.9, -0.1, 1.9])
 
 
 def test_masked_tokens_are_not_in_the_trajectory():

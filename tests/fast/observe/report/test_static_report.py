@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import closing
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -200,7 +201,7 @@ def test_a_negative_number_of_samples_is_refused(tmp_path: Path, capsys: pytest.
 def test_the_sink_writes_the_report_once_the_run_has_rows(tmp_path: Path) -> None:
     write_run(tmp_path, steps=2)
     for no_report, rows in ((True, 1), (False, 0), (False, 1)):
-        with ReportSink(TrackingArguments(output_dir=str(tmp_path), no_report=no_report)) as sink:
+        with closing(ReportSink(TrackingArguments(output_dir=str(tmp_path), no_report=no_report))) as sink:
             for step in range(rows):
                 sink.log(step, {"a": 1.0})
         assert (tmp_path / REPORT).exists() == (not no_report and rows > 0)
@@ -210,11 +211,11 @@ def test_the_sink_serves_the_page_until_it_is_closed(tmp_path: Path) -> None:
     import urllib.error
     import urllib.request
 
-    with ReportSink(TrackingArguments(output_dir=str(tmp_path), report_port=0)) as sink:
-        assert sink.url is not None
-        assert b"<main>" in urllib.request.urlopen(sink.url).read()
-        port = int(sink.url.rstrip("/").rpartition(":")[2])
+    with closing(ReportSink(TrackingArguments(output_dir=str(tmp_path), report_port=0))) as sink:
+        assert sink._server is not None
+        assert b"<main>" in urllib.request.urlopen(sink._server.url).read()
+        port = int(sink._server.url.rstrip("/").rpartition(":")[2])
         with pytest.raises(ValueError, match=f"--report-port {port}"):
             ReportSink(TrackingArguments(output_dir=str(tmp_path), report_port=port))
     with pytest.raises(urllib.error.URLError):
-        urllib.request.urlopen(sink.url)
+        urllib.request.urlopen(sink._server.url)

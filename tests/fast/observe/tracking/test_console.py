@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
+from contextlib import closing
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -135,7 +136,7 @@ def test_a_question_that_fails_is_noted_once_and_asked_again() -> None:
 @pytest.mark.parametrize(("is_terminal", "log_format"), [(True, "text"), (True, "json"), (False, "text")])
 def test_loading_is_shown_on_a_terminal_only(is_terminal: bool, log_format: str) -> None:
     file = io.StringIO()
-    with Loading(log_format, Console(file=file, force_terminal=is_terminal, width=80)) as loading:
+    with closing(Loading(log_format, Console(file=file, force_terminal=is_terminal, width=80))) as loading:
         loading.show("the trainer's models")
         loading.close()
     assert ("loading" in file.getvalue()) == (is_terminal and log_format == "text")

@@ -3,7 +3,7 @@
 import json
 import math
 import threading
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
@@ -119,7 +119,7 @@ def test_a_run_prints_what_is_unhealthy_at_its_end(tmp_path, capsys):
     files, gap = RunFiles(tmp_path), "train/train_rollout_logprob_abs_diff"
     for step in range(1, 61):
         files.append_metrics(step, {gap: 0.01 if step <= 30 else 0.5, "rollout/reward": step / 60})
-    with ReportSink(TrackingArguments(output_dir=str(tmp_path), no_report=True)) as sink:
+    with closing(ReportSink(TrackingArguments(output_dir=str(tmp_path), no_report=True))) as sink:
         sink.log(60, {gap: 0.5})
     learned, *alarms = capsys.readouterr().out.splitlines()
     assert learned.startswith("It learned: ") and len(alarms) == 1

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from run_folder import read_samples
 
 from miles.observe.run_files import METRICS, RunFiles, SampleRecord, dump_line
 
@@ -48,7 +49,7 @@ def test_samples_round_trip(samples: list[SampleRecord]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         files = RunFiles(Path(folder))
         files.append_samples(7, samples)
-        assert files.read_samples() == {7: samples}
+        assert read_samples(files.output_dir) == {7: samples}
 
 
 def test_a_line_is_strict_json_at_any_depth() -> None:
@@ -68,7 +69,7 @@ def test_resume_keeps_exactly_the_earlier_steps(length: int, resumed: int) -> No
         files.drop_from(resumed)
         steps = list(range(min(length, resumed)))
         assert [row["step"] for row in files.read_metrics()] == steps
-        assert list(files.read_samples()) == steps
+        assert list(read_samples(files.output_dir)) == steps
 
 
 def test_lines_are_strict_json(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from run_folder import read_samples
 
 from miles.observe import run_files
 from miles.observe import run_files as sample_file
@@ -60,7 +61,7 @@ def test_cutting_back_leaves_the_earlier_iterations(tmp_path_factory: pytest.Tem
     with samples.path.open("a") as file:
         file.write('{"rollout_id": 99, "unfin')
     samples.cut(step)
-    assert list(RunFiles(folder).read_samples()) == [s for s in sorted(texts) if s < step]
+    assert list(read_samples(folder)) == [s for s in sorted(texts) if s < step]
     assert not samples.path.read_bytes().endswith(b"unfin")
 
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from run_folder import read_samples
 from small_checkpoint import save_checkpoint
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -88,7 +89,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     run(arguments(tmp_path / "resumed"), range(2, 4), resume=True)
     unbroken, resumed = RunFiles(tmp_path / "unbroken"), RunFiles(tmp_path / "resumed")
     assert resumed.read_metrics() == unbroken.read_metrics()
-    assert resumed.read_samples() == unbroken.read_samples()
+    assert read_samples(resumed.output_dir) == read_samples(unbroken.output_dir)
     reports = [report_data(RunView(tmp_path / name), 4) for name in ("resumed", "unbroken")]
     for report in reports:
         assert report["overview"].pop("revision") and report["overview"].pop("folder")
@@ -155,7 +156,7 @@ def test_tensorboard_stays_within_the_bound_and_keeps_the_newest_steps(
 
 def test_all_samples_are_stored(tmp_path: Path) -> None:
     run(arguments(tmp_path, report_samples=4), range(1))
-    assert [s.prompt for s in RunFiles(tmp_path).read_samples()[0]] == [f"p{i}" for i in range(8)]
+    assert [s.prompt for s in read_samples(tmp_path)[0]] == [f"p{i}" for i in range(8)]
 
 
 def test_no_report(tmp_path: Path) -> None:
@@ -245,7 +246,7 @@ def run_as(identity: RunIdentity | None, folder: Path, steps: range, resumes: bo
 
 def steps_in(folder: Path) -> tuple[list[int], list[int]]:
     files = RunFiles(folder)
-    return [int(row["step"]) for row in files.read_metrics()], [*files.read_samples()]
+    return [int(row["step"]) for row in files.read_metrics()], [*read_samples(files.output_dir)]
 
 
 def test_a_gap_in_the_metrics_of_a_run_that_resumes_is_noted(
@@ -311,7 +312,7 @@ def test_a_disk_that_fills_ends_the_run_with_one_sentence_and_the_rest_resumes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     run(arguments(tmp_path), range(1, 3))
-    contents = RunFiles(tmp_path).read_metrics(), RunFiles(tmp_path).read_samples()
+    contents = RunFiles(tmp_path).read_metrics(), read_samples(tmp_path)
     copy = (tmp_path / name).read_bytes()
     tracking = arguments(tmp_path)
     capsys.readouterr()
@@ -333,7 +334,7 @@ def test_a_disk_that_fills_ends_the_run_with_one_sentence_and_the_rest_resumes(
     (tmp_path / name).write_bytes(copy + b'{"rollout_id": 3, "half a li')  # what did fit of the row
     with Tracker(tracking, HEADER) as tracker:
         tracker.resume(3)
-    assert (RunFiles(tmp_path).read_metrics(), RunFiles(tmp_path).read_samples()) == contents
+    assert (RunFiles(tmp_path).read_metrics(), read_samples(tmp_path)) == contents
 
 
 @pytest.mark.parametrize("first", [1, 3])
@@ -354,7 +355,7 @@ def test_a_disk_without_room_for_tensorboard_is_one_note(
                 monkeypatch.setattr(tracker._tensorboard._writer, "_writer", opened(Path("/dev/full"), "wb"))
             tracker.log(step, {"train/loss": 0.5})
             tracker.log_samples(step, [SampleRecord("p", "r", 1.0, None, "completed")])
-    assert len(RunFiles(tmp_path).read_metrics()) == len(RunFiles(tmp_path).read_samples()) == 4
+    assert len(RunFiles(tmp_path).read_metrics()) == len(read_samples(tmp_path)) == 4
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"note: {tmp_path / TENSORBOARD} is not written from now on, because the disk ")
     assert line.endswith(" is full")

@@ -1,10 +1,13 @@
 """Which calls are read, and how the others are refused."""
 
 import json
+import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from miles.rollout.agents.chat import ApiError, read_request
+from miles.rollout.agents.chat import ApiError, ToolCall, parse_tool_calls, read_request
 
 USER = {"role": "user", "content": "hello"}
 
@@ -79,3 +82,38 @@ def test_a_wrong_call_is_refused_with_the_parameter(body, param, fault):
 def test_what_is_no_object_is_refused(text):
     with pytest.raises(ApiError, match="the body is"):
         read_request(text)
+
+
+TAGS = st.lists(st.sampled_from(["<tool_call>", "</tool_call>", "</think>", '"', "{", "a\n"]), max_size=5).map("".join)
+
+
+def written(name, arguments, key="arguments"):
+    return f"<tool_call>\n{json.dumps({'name': name, key: arguments})}\n</tool_call>"
+
+
+@given(st.lists(st.tuples(TAGS, TAGS), min_size=1, max_size=3), st.sampled_from(["arguments", "parameters"]))
+def test_calls_are_read_whatever_their_names_and_arguments_hold(calls, key):
+    text = "see " + "\n".join(written(name, {"x": value}, key) for name, value in calls)
+    expected = [ToolCall(name, json.dumps({"x": value}, ensure_ascii=False)) for name, value in calls]
+    assert parse_tool_calls(text) == ("see", expected)
+
+
+def test_arguments_may_be_their_json_or_nothing():
+    for value, expected in (('{"x":  1}', '{"x":  1}'), ("", "{}"), (" ", "{}"), (None, "{}")):
+        assert parse_tool_calls(written("f", value)) == ("", [ToolCall("f", expected)])
+
+
+@pytest.mark.parametrize("thought", [written("f", {}), "<tool_call>no</tool_call>", "I open <tool_call>, and then"])
+def test_calls_in_the_reasoning_are_content(thought):
+    reasoning = f"<think>{thought}</think>"
+    assert parse_tool_calls(f"{reasoning}no") == (f"{reasoning}no", [])
+    assert parse_tool_calls(reasoning + written("g", None)) == (reasoning, [ToolCall("g", "{}")])
+
+
+@pytest.mark.parametrize("text", ["<tool_call>", "<tool_call>[", '<tool_call>{"a":"', "<tool_call>1</tool_call>"])
+@pytest.mark.parametrize("times", [900, 50_000])
+def test_many_open_calls_take_little_time(text, times):
+    answer = text * times + "a" * 500_000
+    start = time.process_time()
+    assert parse_tool_calls(answer) == (answer, [])
+    assert time.process_time() - start < 5

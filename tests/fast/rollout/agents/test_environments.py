@@ -255,6 +255,18 @@ async def test_the_model_reads_whatever_a_tool_raises(price_tools, random_engine
     assert f"tool\nerror: {said}<|im_end|>" in chat_tokenizer.decode(sample.tokens)
 
 
+@pytest.mark.parametrize("arguments", ["[1]", "pear", "3", '"pear"'])
+async def test_arguments_that_are_no_object_do_not_reach_the_tool(
+    price_tools, random_engine, chat_tokenizer, arguments
+):
+    call = json.dumps({"name": "price", "arguments": arguments})
+    made = generator("tool_calls:call=price_tools.call,specs=price_tools.SPECS")
+    engine = random_engine(texts=[f"<tool_call>{call}</tool_call>", "7"])
+    [sample] = (await played(made, engine, chat_tokenizer)).samples
+    assert "error: these are not the arguments of price" in chat_tokenizer.decode(sample.tokens)
+    assert sys.modules["price_tools"].seen == []
+
+
 async def test_a_tool_may_name_an_argument_function():
     assert await content_of_call(lambda function: f"draws {function}", function="x^2") == "draws x^2"
 
@@ -488,9 +500,9 @@ def sums(tmp_path, monkeypatch):
 
 
 async def test_an_episode_of_verifiers_is_recorded_and_rewarded(sums, random_engine, chat_tokenizer):
-    from miles.tasks.data.verifiers_task import read_verifiers
+    from miles.tasks.data.sources import open_rows
 
-    rows = list(read_verifiers(f"verifiers:{sums}:longest=5,size=4"))
+    rows = list(open_rows(f"verifiers:{sums}:longest=5,size=4").read(0, 4))
     assert [row.columns["prompt"] for row in rows] == ["0 + 0", "1 + 1", "2 + 2", "3 + 3"]
     columns = rows[3].columns
     metadata = json.loads(json.dumps(columns["metadata"]))
@@ -510,9 +522,9 @@ async def test_a_prompt_that_is_no_task_of_verifiers_fails(sums, random_engine, 
 
 
 def test_a_taskset_that_is_not_there_is_named(sums):
-    from miles.tasks.data.verifiers_task import read_verifiers
+    from miles.tasks.data.sources import open_rows
 
     with pytest.raises(InputError, match="^prompt source verifiers:no_such_set: verifiers refuses it"):
-        list(read_verifiers("verifiers:no_such_set"))
+        open_rows("verifiers:no_such_set")
     with pytest.raises(InputError, match="longer"):
-        list(read_verifiers(f"verifiers:{sums}:longer=5"))
+        open_rows(f"verifiers:{sums}:longer=5")

@@ -7,7 +7,7 @@ import ray
 
 from miles.rollout.workers.worker import WorkerPlan, pickled
 from miles.run.engine_actors import GenerationActor, RayWorker
-from miles.run.worker_actor import with_heartbeat
+from miles.run.liveness import with_heartbeat
 
 
 class KeptActor(GenerationActor):

@@ -6,7 +6,7 @@ import time
 
 import ray
 
-from miles.run.worker_actor import HEARTBEAT, REPORT, WorkerActor
+from miles.run.liveness import HEARTBEAT, REPORT, WorkerActor
 
 FOR_EVER = 10**6
 

@@ -16,10 +16,9 @@ from ray.cluster_utils import Cluster
 
 from miles.config.cluster import ClusterArguments
 from miles.run import liveness, ray_watch, session
-from miles.run.liveness import ActorLost, Workers
+from miles.run.liveness import ActorLost, Workers, with_heartbeat
 from miles.run.ray_watch import RayWatch, parts_of_ray
 from miles.run.session import LOCAL_RAY, RAY_DEFAULTS, EngineLayout, Placement, without_extras
-from miles.run.worker_actor import with_heartbeat
 from tests.fast.run.actors.sleepers import FOR_EVER, Sleeper
 
 # A dead node is noticed sooner than after 12 s; one that is stopped after more than a minute, as by default.

@@ -27,7 +27,7 @@ def test_a_stop_may_take_as_long_as_the_flag_says(monkeypatch):
     def requests(seconds):
         raise KeyError(seconds)
 
-    monkeypatch.setattr("miles.run.stop_requests.StopRequests", requests)
+    monkeypatch.setattr("miles.run.launcher.StopRequests", requests)
     with pytest.raises(KeyError, match=r"7\.0"):
         launcher.launch(
             SimpleNamespace(settings=Settings(cluster=ClusterArguments(stop_timeout=7.0))), failure_handling=None

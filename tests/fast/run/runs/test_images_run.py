@@ -9,8 +9,8 @@ from vision_models import image_flags, png
 from miles.commands.sample import main as sample
 from miles.config.vllm.environment import missing_vllm, vllm_python
 from miles.engine.servers.launch import ServerOnHost
-from miles.engine.servers.server_log import LogFile
-from miles.engine.sglang.launch import ServerSpec
+from miles.engine.servers.processes import LogFile
+from miles.engine.sglang.launch import SglangProgram
 from tests.fast.engine.sglang_servers import HOST, KEYS
 from tests.fast.engine.sglang_servers import SMALL as SMALL_SERVER
 from tests.fast.run.runs.launches import trained
@@ -57,7 +57,7 @@ def test_a_run_with_images_and_what_comes_after_it(launch, tmp_path, capsys, nam
     assert len(json.loads(capsys.readouterr().out)) == 4
 
 
-class CachingServer(ServerSpec):
+class CachingServer(SglangProgram):
     """A server with SGLang's cache of encoded images, which servers of runs do not have."""
 
     def environment(self, base, folder):

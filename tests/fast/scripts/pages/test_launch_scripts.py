@@ -8,7 +8,7 @@ import pytest
 from miles.compat.verdicts import FOREIGN_FLAGS
 from miles.config.megatron.fields import megatron_fields
 from miles.config.parser import build_parser
-from miles.config.sglang.flags import known_server_flags
+from miles.config.sglang.installed import server_flags
 from scripts.pages.launch_scripts import launch_page
 
 LINES = (Path(__file__).parents[2] / "compat/launch/ecosystem_flags.txt").read_text(encoding="utf-8").splitlines()
@@ -26,7 +26,7 @@ def test_every_flag_of_the_ecosystem_has_a_verdict(page):
 
 
 def test_every_flag_of_megatron_and_sglang_has_a_verdict(page):
-    flags = [field.flag for field in megatron_fields().values()] + [f"--sglang-{f[2:]}" for f in known_server_flags()]
+    flags = [field.flag for field in megatron_fields().values()] + [f"--sglang-{f[2:]}" for f in server_flags()]
     assert not [flag for flag in flags if f"`{flag}`" not in page]
 
 

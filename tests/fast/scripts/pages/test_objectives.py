@@ -18,7 +18,9 @@ from miles.objective.settings import LossArguments, TokenWeightFlags
 from miles.objective.token_weights import TOKEN_WEIGHTS
 from scripts.pages.objective_variants import (
     CONFORMANCE,
+    KL_GRADIENTS,
     TESTS,
+    VARIANTS,
     files_of_kl,
     files_of_mode,
     files_of_variant,
@@ -31,7 +33,7 @@ from scripts.pages.objectives import (
 
 ESTIMATORS_OF_VERL, POLICY_LOSSES_OF_VERL = list(table_of("verl").names.values())[:2]
 
-VARIANTS = [(weight, variant) for weight in TOKEN_WEIGHTS for variant in weight.variants]
+ROWS = [(weight, variant) for weight in TOKEN_WEIGHTS for variant in VARIANTS[weight.switch]]
 CHOICES = [*ESTIMATORS.values(), *POLICY_LOSSES.values()]
 
 
@@ -78,18 +80,18 @@ def test_every_aggregation_has_a_row():
 
 def test_every_estimator_of_the_kl_has_a_row():
     """And one with ``--use-unbiased-kl``, unless that is refused."""
-    assert set(KL_FORMS) == set(get_args(KlEstimator))
-    for name, form in KL_FORMS.items():
+    assert set(KL_FORMS) == set(KL_GRADIENTS) == set(get_args(KlEstimator))
+    for name, form in KL_GRADIENTS.items():
         assert_shows(the_row("KL to the reference model", f"`{name}`"), form.sources, files_of_kl(name, False))
         errors = Errors()
         check_kl(LossArguments(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type=name, use_unbiased_kl=True), errors)
-        assert errors.none_about("kl_loss_type") == (form.weighted_gradient is not None)
-        if form.weighted_gradient is not None:
+        assert errors.none_about("kl_loss_type") == (form.weighted is not None)
+        if form.weighted is not None:
             row = the_row("KL to the reference model", f"`{name}` with `--use-unbiased-kl`")
             assert_shows(row, ("2512.02556",), files_of_kl(name, True))
 
 
-@pytest.mark.parametrize(("weight", "variant"), VARIANTS, ids=[variant.name for _, variant in VARIANTS])
+@pytest.mark.parametrize(("weight", "variant"), ROWS, ids=[variant.name for _, variant in ROWS])
 def test_every_correction_has_a_row(weight, variant):
     loss = LossArguments(**variant.settings)
     assert weight.is_on(loss) and set(variant.settings) <= {weight.switch, *weight.reads}
@@ -107,7 +109,7 @@ def test_every_choice_and_switch_of_a_correction_is_a_variant():
         for name in weight.reads:
             values = get_args(types[name]) if get_origin(types[name]) is Literal else (False, True)
             if types[name] is bool or get_origin(types[name]) is Literal:
-                assert {v.settings.get(name, defaults[name]) for v in weight.variants} == set(values), name
+                assert {v.settings.get(name, defaults[name]) for v in VARIANTS[weight.switch]} == set(values), name
 
 
 def test_a_setting_without_a_test_is_seen(monkeypatch, tmp_path):
@@ -115,7 +117,7 @@ def test_a_setting_without_a_test_is_seen(monkeypatch, tmp_path):
     (tmp_path / "test_it.py").write_text('LossArguments(use_tis=True, tis_clip=9.0, tis_mode="icepop")\n')
     monkeypatch.setattr("scripts.pages.objective_variants.TESTS", tmp_path)
     monkeypatch.setattr("scripts.pages.objective_variants.CONFORMANCE", tmp_path / "none")
-    by_variant = {variant.name: files_of_variant(weight, variant) for weight, variant in VARIANTS}
+    by_variant = {variant.name: files_of_variant(weight, variant) for weight, variant in ROWS}
     assert by_variant.pop("IcePop") == ["test_it.py"] and not any(by_variant.values())
 
 

@@ -128,11 +128,70 @@ def test_a_short_answer_is_not_found_in_a_header_or_in_another_turn(trained, ans
     assert pieces == [f"{answer}<end>", f"<think></think>{answer}<end>"]
 
 
+LAST_END = TURNS.replace("<end>", "{{ '<last>' if loop.last and m.role == 'assistant' else '<end>' }}")  # as gpt-oss
+CLOSED = TURNS.replace("{% endif %}", "{% else %}<closed>{% endif %}")  # as Phi-3
+
+
+@pytest.mark.parametrize("answers", [("it is 4", "so"), ("a", "a"), ("e", "end"), (" so ", "\n4\n")])
+@pytest.mark.parametrize(("template", "end"), [(LAST_END, "<last>"), (CLOSED, "<end>\n<closed>")])
+def test_the_end_of_a_whole_conversation_is_not_awaited_at_an_earlier_turn(
+    base_tokenizer, tmp_path, template, end, answers
+):
+    names = ["<end>", "<last>", "<closed>", "<user>", "<assistant>"]
+    backend = Tokenizer.from_str(base_tokenizer.backend_tokenizer.to_str())
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", additional_special_tokens=names)
+    tokenizer.chat_template = template
+    chat = [{"role": role, "content": text} for text in answers for role in ("user", "assistant")]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
+    [sample] = load_conversations(str(tmp_path / "chats.jsonl"), DataArguments(input_key="messages"), tokenizer)
+    trained = [token for token, mask in zip(sample.response_ids, sample.loss_mask, strict=True) if mask]
+    assert tokenizer.decode(trained) == f"{answers[0]}<end>{answers[1]}{end}"
+
+
+THINKS = TURNS.replace(
+    "{{ m.content }}", "{% if m.role == 'assistant' %}<think>{{ m.reason }}</think>{% endif %}{{ m.content }}"
+).replace("<assistant>{% endif", "<assistant><think></think>{% endif")
+CALLS = TURNS.replace(
+    "{{ m.content }}",
+    "{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls %}{{ '/' if m.content or not loop.first }}[{{ c.function.name }}]{% endfor %}",
+).replace("'/'", r"'\n'")
+
+
+def test_reasoning_is_trained_on_though_a_prompt_leaves_none(trained):
+    """As Qwen3.5 opens the turn if it is not to think."""
+    chat = [message | {"reason": "well"} if "it is" in message["content"] else message for message in CHAT]
+    prompt, pieces = trained(chat, THINKS)
+    assert prompt == "<system>be brief<end>\n<user>2+2?<end>\n<assistant><think>"
+    assert pieces == ["well</think>it is 4<end>", "well</think>it is so<end>"]
+
+
+@pytest.mark.parametrize("content", ["", "see"])
+def test_calls_are_trained_on_where_earlier_turns_are_written_in_another_way(trained, content):
+    """As by Qwen3, which writes an empty block of reasoning into the last turn alone."""
+    calls = [{"type": "function", "function": {"name": name, "arguments": {}}} for name in ("add", "mul")]
+    chat = [CHAT[1], {"role": "assistant", "content": content, "tool_calls": calls}, {"role": "tool", "content": "4"}]
+    _, pieces = trained([*chat, CHAT[2]], CALLS)
+    assert pieces == [f"{content}\n[add]\n[mul]<end>".lstrip(), "<think></think>it is 4<end>"]
+
+
+def test_a_part_of_a_message_that_the_template_leaves_out_is_reported(trained, caplog):
+    trained(CHAT, TURNS)
+    assert "leaves out" not in caplog.text
+    trained(CHAT, TURNS.replace("m.content", "m.content.removeprefix('it is ')"))
+    assert "1 of 1 prompts: the chat template leaves out a part of a trained message" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("messages", "limits", "expected"),
     [
         (CHAT[:2], {}, "no message has a role of --sft-roles assistant"),
         ("text", {}, "trains on a list of chat messages"),
+        (["text"], {}, "message 1 is of type str"),
+        *(
+            ([CHAT[1], {"role": "assistant", "content": [part]}], {}, "message 2: its content is of type list")
+            for part in ("text", 3, {"type": "text"}, {"text": "a"}, {"type": "text", "text": 3})
+        ),
         ([], {}, "the conversation is empty"),
         (CHAT, {"max_context_len": 20}, "all 1 conversations are longer than a limit"),
         (CHAT, {"max_response_len": 5}, "all 1 conversations are longer than a limit"),

@@ -148,6 +148,12 @@ def test_an_empty_message_that_calls_a_tool_is_allowed(tmp_path, tokenizer):
             r"1 of 2 prompts: the last message is the assistant's, .*; the first is .*rows\.jsonl:2",
         ),
         (
+            [{"input": '[{"a": 1}]', "label": 1}, {"input": json.dumps([USER]), "label": 1}],
+            CHAT,
+            {},
+            r"1 of 2 prompts: the prompt is text that holds a list of messages as JSON, .*rows\.jsonl:2",
+        ),
+        (
             [{"input": "a", "label": True}, {"input": "a", "label": False}, {"input": "b", "label": "x"}],
             LABELLED,
             {},

@@ -33,8 +33,13 @@ def sets_of(sizes):
     ]
 
 
-def mixture_of(sizes, weights=None, shuffle=True, seed=0):
-    return Mixture(sets_of(sizes), weights or [float(size) for size in sizes], shuffle, seed)
+def mixture_of(sizes, weights=None, shuffle=True, seed=0, kind=Mixture, **curriculum):
+    return kind(sets_of(sizes), weights or [float(size) for size in sizes], shuffle, seed, **curriculum)
+
+
+def curriculum_of(sizes, weights, function, num_iterations):
+    curriculum = {"kind": CurriculumStream, "function": function, "path": "here:f", "num_iterations": num_iterations}
+    return mixture_of(sizes, weights, shuffle=False, **curriculum)
 
 
 def facts(groups):
@@ -162,7 +167,7 @@ def worst_first(curriculum: Curriculum):
 
 
 def stream_with(function, sizes=(3, 3), iterations=3):
-    return CurriculumStream(mixture_of(list(sizes), shuffle=False), function, "here:f", iterations)
+    return curriculum_of(list(sizes), None, function, iterations)
 
 
 def test_weights_of_a_curriculum_change_what_is_drawn():
@@ -241,12 +246,13 @@ def test_weights_of_a_curriculum_continue_unless_others_are_given(given_now, res
     answers = iter([{"a": 2.0, "b": 5.0}])
     first = stream_with(lambda curriculum: next(answers))
     first.start(0)
-    mixture = mixture_of([3, 3], given_now, shuffle=False)
-    resumed = CurriculumStream(mixture, lambda curriculum: None, "here:f", 3) if resumes_curriculum else mixture
+    resumed = mixture_of([3, 3], given_now, shuffle=False)
+    if resumes_curriculum:
+        resumed = curriculum_of([3, 3], given_now, lambda curriculum: None, 3)
     resumed.restore(json.loads(json.dumps(first.state())))
     if resumes_curriculum:
         resumed.start(1)
-    assert list(mixture.weights.values()) == expected
+    assert list(resumed.weights.values()) == expected
 
 
 def test_what_is_known_of_a_prompt():

@@ -48,6 +48,15 @@ def test_the_flag_chooses_the_column(source, tokenizer):
     assert prompt.text.startswith("[tools]add")
 
 
+def test_a_part_of_a_column_holds_tools_and_metadata_too(source, tokenizer):
+    rows = source({"input": [{"role": "user", "content": "1 + 1"}], "extra": {"tools": [ADD], "info": {"a": 1}}})
+    data = DataArguments(apply_chat_template=True, tool_key="extra.tools", metadata_key="extra.info")
+    (prompt,) = load_prompts(rows, data, tokenizer)
+    assert prompt.text.startswith("[tools]add") and prompt.metadata == {"a": 1}
+    (unrendered,) = load_prompts(rows, data, tokenizer).unrendered(1)
+    assert unrendered.metadata == {"a": 1}
+
+
 def test_without_the_template_the_column_is_not_read(source, tokenizer):
     (prompt,) = load_prompts(source({"input": "1 + 1", "tools": 7}), DataArguments(), tokenizer)
     assert prompt.text == "1 + 1" and prompt.tools is None

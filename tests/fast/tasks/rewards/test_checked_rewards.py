@@ -1,8 +1,11 @@
 """Rewards that run a checker on the answer, in a process with a limit: regex, json_schema and ifeval."""
 
 import json
+from decimal import Decimal
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from miles.tasks.rewards.built_in import REWARDS
 from miles.tasks.rewards.built_in.json_schema import JsonSchemaFlags
@@ -59,6 +62,22 @@ def test_a_number_that_no_float_holds_is_wrong_and_no_error(make_sample, answer)
     assert REWARDS["json_schema"]([make_sample(answer, schema)]) == [float(answer == "0.3")]
 
 
+@pytest.mark.parametrize("answer", ["NaN", "Infinity", "-Infinity", "[NaN]"])
+def test_names_of_numbers_that_are_none_are_no_json(make_sample, answer):
+    assert REWARDS["json_schema"]([make_sample(answer, {"type": ["number", "array"]})]) == [0]
+
+
+@given(st.integers(-(10**6), 10**6), st.integers(0, 3))
+@settings(max_examples=20, deadline=None)
+def test_a_decimal_is_a_multiple_of_its_last_place_and_of_none_beyond_it(make_sample, digits, places):
+    answer = f"{Decimal(digits).scaleb(-places):f}"
+    for place, reward in ((places, 1), (max(places - 1, 0), int(digits % 10 == 0 or places == 0))):
+        schema = (
+            f'{{"multipleOf": {Decimal(1).scaleb(-place):f}, "const": {answer if "." in answer else answer + ".0"}}}'
+        )
+        assert REWARDS["json_schema"]([make_sample(answer, schema)]) == [reward]
+
+
 def test_a_schema_comes_from_metadata_or_one_file(make_sample, tmp_path):
     (tmp_path / "schema.json").write_text('{"type": "array"}')
     flags = JsonSchemaFlags(reward_json_schema=str(tmp_path / "schema.json"))
@@ -110,6 +129,13 @@ def test_ifeval_checks_every_instruction(make_sample):
         ({"instruction_id_list": ["no:such"], "kwargs": [{}]}, "no instruction is named no:such"),
         ({"instruction_id_list": KINDS, "kwargs": [{}]}, "must be lists of one length"),
         ({"instruction_id_list": ["length_constraints:number_words"], "kwargs": [{"words": 3}]}, "TypeError"),
+        (
+            {
+                "instruction_id_list": ["length_constraints:number_words"],
+                "kwargs": [{"num_words": 3, "relation": None}],
+            },
+            "number_words lacks relation, which the package has drawn at random",
+        ),
         ({}, "has no instruction_id_list in its metadata or label"),
     ],
 )

@@ -21,8 +21,10 @@ def test_only_the_last_box_after_the_reasoning_counts(make_sample, response, lab
     assert deepscaler([make_sample(response, label)]) == [reward]
 
 
-def test_boxes_are_nested():
-    assert boxed_answer(r"</think>\boxed{\frac{\sqrt{2}}{2}} and {so on}") == r"\frac{\sqrt{2}}{2}"
+@pytest.mark.parametrize("content", [r"\frac{\sqrt{2}}{2}", r"\left\{1, 2\right.", r"a\\b\}", "", "{}"])
+@pytest.mark.parametrize("box", [r"\boxed{", r"\fbox{", r"\boxed {"])
+def test_boxes_are_nested_and_escaped_braces_are_text(content, box):
+    assert boxed_answer(rf"</think>\boxed{{1}} {box}{content}}} and {{so on}}") == content
 
 
 def test_unreadable_label(make_sample):

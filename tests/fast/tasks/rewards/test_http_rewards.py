@@ -327,7 +327,13 @@ async def test_a_reply_without_a_score_in_range_is_a_failure_of_the_answer(make_
     ],
 )
 def test_the_last_score_counts(reply, score):
-    assert last_score(reply) == score
+    assert last_score(reply) == last_score(reply, 10) == score
+
+
+@pytest.mark.parametrize("of", [1, 4, 5, 10, 100])
+def test_a_score_of_another_best_score_is_in_proportion(of):
+    assert last_score(f"Score: 3/10\n**Score: {of / 4}** out of {of}", 10) == 2.5
+    assert last_score("Score: 1/0", 10) is None
 
 
 async def test_a_reply_without_a_score_is_asked_for_again(make_sample):

@@ -188,6 +188,8 @@ def test_other_values_differ_in_label_and_answer(make_sample):
         (r"\boxed{\text{(B) }42}", "42", 1),
         (r"\boxed{B. 42}", "(B)", 1),
         (r"\boxed{B}", "\\textbf{(B)}\\ 42", 1),
+        (r"\boxed{8\ }", "8", 1),
+        ("\\boxed{8\\\\\n}", "8", 1),
     ],
 )
 def test_the_last_box_is_the_answer(make_sample, response, label, reward):

@@ -62,7 +62,7 @@ def test_the_flags_bound_each_program(make_sample, monkeypatch):
     monkeypatch.setattr(python_code, "run_tests", lambda program, tests, limits, **_: seen.append(limits))
     flags = PythonCodeFlags(code_seconds=3, code_memory=0.5, code_processes=2)
     assert REWARD.score([make_sample(block("1"), metadata={"tests": ["assert 1"]})], flags) == [0]
-    assert seen == [Limits(3, 1 << 29, 2)] != [Limits()]
+    assert seen == [Limits(3, 1 << 29, 2, Limits.file_bytes + len('""'))]  # more than the longest expected output
 
 
 def test_functions_are_called_with_arguments(make_sample, isolated):
@@ -406,6 +406,9 @@ def test_results_are_compared_as_json(one, other):
         {"inputs": ["1"], "outputs": ["1"], "fn_name": "f"},
         {"tests": []},
         {"tests": [3]},
+        {"tests": "METADATA = {}\ndef check(candidate):\n    assert candidate(1) == 2\n"},  # and no check(f)
+        {"tests": ["import math", "def test_it():\n    assert f(1) == 2"]},
+        {"tests": "class T:\n    def test(self): assert f(1)\nif __name__ == '__main__':\n    T().test()"},
     ],
 )
 def test_malformed_tests_are_the_rows_fault(row):
@@ -417,3 +420,49 @@ def test_a_sandbox_that_does_not_answer_is_ended(monkeypatch):
     monkeypatch.setattr(sandbox, "_START_SECONDS", -1e9)
     (outcome,) = run_tests("", [CodeTest(stdin="")], Limits(), isolated=False)
     assert outcome.result is None and "took more than" in outcome.fault
+
+
+@pytest.mark.parametrize(
+    "code", ["check(f)", "x = f(1)", "for x in [1]:\n    assert f(x)", "raise", "f(", "with a() as b: pass"]
+)
+def test_statements_that_run_something_are_tests(code):
+    assert read_tests(Prompt("", (), metadata={"tests": ["import math", code]}))
+
+
+def test_a_right_answer_may_be_long(make_sample, isolated):
+    tests = {"inputs": ["300000\n"], "outputs": ["12345678\n" * 300_000]}
+    samples = [
+        make_sample(block(f"print('12345678\\n' * {n}, end='')"), metadata=tests) for n in ("int(input())", 10**7)
+    ]
+    assert REWARD(samples) == [1, 0]
+
+
+@pytest.mark.parametrize(
+    "program", ["print(open('/dev/stdin').read().split()[1] == 'b')", "input(); print(input() == 'b')"]
+)
+def test_input_is_read_by_its_name_and_with_the_line_ends_of_windows(make_sample, isolated, program):
+    tests = {"inputs": ["a\r\nb\r\n"], "outputs": ["True\r\n"]}
+    assert REWARD([make_sample(block(program), metadata=tests)]) == [1]
+
+
+ALWAYS_EQUAL = "class Equal{}:\n    def __eq__(self, other): return True\n    __hash__ = None\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "reward"),
+    [
+        (ALWAYS_EQUAL.format("") + "def f(x): return Equal()", 0),
+        (ALWAYS_EQUAL.format("(int)") + "def f(x): return Equal(7)", 0),
+        ("def f(x): return type('A', (), {'__eq__': lambda self, other: True})()", 0),
+        (
+            "class M(type):\n    def __eq__(cls, other): return True\n    __hash__ = type.__hash__\nf = M('A', (), {})",
+            0,
+        ),
+        ("import builtins\nbuiltins.all = lambda values: True\ndef f(x): return 7", 0),
+        ("import dataclasses as d\n@d.dataclass\nclass P:\n    x: int = 0\ndef f(x): return (P(x) == P(1)) + 1", 1),
+        ("import builtins\nbuiltins.input = None\ndef f(x): return x + 1", 1),
+    ],
+)
+def test_a_program_cannot_replace_what_statements_rely_on(make_sample, isolated, program, reward):
+    tests = {"tests": ["assert all(f(x) == x + 1 for x in [1])"]}
+    assert REWARD([make_sample(block(program), metadata=tests)]) == [reward]

@@ -1,4 +1,4 @@
-"""Curves of several runs as one PNG: ``python -m miles.observe.tracking.curve RUN_DIR [RUN_DIR …] --out curve.png``."""
+"""Curves of several runs as one PNG: ``python scripts/curves.py RUN_DIR [RUN_DIR …] --out curve.png``."""
 
 import argparse
 import math
@@ -117,7 +117,7 @@ def draw(run_dirs: Sequence[Path], out: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Draw reward and held-out accuracy against step, several seeds in one picture."""
-    parser = argparse.ArgumentParser(prog="python -m miles.observe.tracking.curve", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python scripts/curves.py", description=main.__doc__)
     parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="the --output-dir of a run")
     parser.add_argument("--out", type=Path, default=Path("curve.png"), help="the PNG to write (default: curve.png)")
     parsed = parser.parse_args(arguments)

@@ -14,10 +14,10 @@ from miles.config.evaluation import EvaluationArguments
 from miles.config.run_file import run_config
 from miles.config.settings import Settings
 from miles.config.tracking import TrackingArguments
+from miles.observe import provenance as module
+from miles.observe.provenance import git_state, in_words, provenance
 from miles.observe.run_files import RunHeader
 from miles.observe.tracker import Tracker
-from miles.observe.tracking import provenance as module
-from miles.observe.tracking.provenance import git_state, in_words, provenance
 from miles.run.launcher import _config
 from miles.tasks.data.settings import DataArguments
 

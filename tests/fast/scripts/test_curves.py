@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from miles.observe.run_files import RunFiles
-from miles.observe.tracking.curve import Series, main, mean_series
+from scripts.curves import Series, main, mean_series
 
 
 def test_the_mean_skips_steps_that_a_run_lacks() -> None:

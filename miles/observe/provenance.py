@@ -8,12 +8,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import miles
-from miles.base.host import has_gpu, memory_bytes
+from miles.base.host import has_gpu, installed_version, memory_bytes
 from miles.config.settings import Settings
 
 PACKAGES = (
@@ -62,14 +61,9 @@ def in_words(facts: dict[str, Any]) -> list[str]:
 
 def versions() -> dict[str, str | None]:
     """Return the versions of miles, Python and the main packages; None for a package that is not installed."""
-    return {"miles": miles.__version__, "python": platform.python_version()} | {n: _version(n) for n in PACKAGES}
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
+    return {"miles": miles.__version__, "python": platform.python_version()} | {
+        n: installed_version(n) for n in PACKAGES
+    }
 
 
 def _own_checkout() -> dict[str, Any] | None:
