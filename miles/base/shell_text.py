@@ -36,6 +36,7 @@ _TESTS: dict[str, Callable[[str, str], bool]] = {
 }
 _BRANCHES = ("if_statement", "case_statement", "for_statement", "c_style_for_statement", "while_statement")
 _POSITIONS = tuple("123456789")
+_ARGUMENTS = (*_POSITIONS, "@", "*")
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)\s*(?:[-+*/%]?=(?!=)|\+\+|--)")  # in arithmetic
 _JOINED = re.compile(r"^([^#'\n]*\S)\\\n(?=\S)", re.MULTILINE)  # a word that continues in the next line
 _COMMENT = re.compile(r"`#[^`\n]*`")  # a command substitution of a comment alone: no word
@@ -130,14 +131,18 @@ class _Reader:
         root = Parser(Language(tree_sitter_bash.language())).parse(text.encode()).root_node
         if root.has_error and not is_sourced:
             self._script.fault_line = _fault_line(root)
-        before = len(self._script.commands)
+        commands, functions = self._script.commands, {*self._functions}
+        before = len(commands)
         self._run(root, True, 0)
         if is_sourced:  # its assignments count, and its commands do not
-            del self._script.commands[before:]
-        else:  # something else may call these functions
-            self._forget(_POSITIONS)
+            del commands[before:]
+            self._called |= self._functions.keys() - functions
+        else:  # something else may call these functions; the last commands stay those that surely run
+            self._forget(_ARGUMENTS)
+            own, commands[:] = commands[:], []
             for name in sorted(self._functions.keys() - self._called):
                 self._run(self._functions[name], False, 0)
+            commands += own
 
     def _run(self, node: Node, is_certain: bool, depth: int) -> None:
         """Note the assignments and commands of a statement. In a branch, or after ``&&``, they are not certain."""
@@ -253,11 +258,12 @@ class _Reader:
     def _call(self, words: list[Word], assignments: list[Node], is_certain: bool, depth: int) -> None:
         """Run the body of a function with its arguments, and with the variables of this call."""
         name, variables, uncertain = words[0].text, self._script.variables, self._script.uncertain
-        names = {*_POSITIONS, *(_text(part) for node in assignments if (part := node.child_by_field_name("name")))}
+        names = {*_ARGUMENTS, *(_text(part) for node in assignments if (part := node.child_by_field_name("name")))}
         before = {each: variables.pop(each) for each in names & variables.keys()}
         was_uncertain = uncertain & names
         uncertain -= names
         variables |= {position: [word] for position, word in zip(_POSITIONS, words[1:], strict=False)}
+        variables |= dict.fromkeys(("@", "*"), words[1:])
         for node in assignments:
             self._assign(node, is_certain)
         self._called.add(name)
@@ -293,7 +299,7 @@ class _Reader:
             if text is not None:
                 self.read(text, is_sourced=True)
         if words and words[0].text == "shift":
-            self._forget(_POSITIONS)
+            self._forget(_ARGUMENTS)
         if words and words[0].text in self._functions.keys() - self._active:
             self._call(words, assignments, is_certain, depth)
         elif words:
@@ -308,7 +314,7 @@ class _Reader:
             return [part for value in values for part in _split(value)]
         if node.type == "string":
             inner = [child for child in node.children if child.type != '"']
-            if len(inner) == 1 and inner[0].type == "expansion" and re.search(r"\[@\]\}$", _text(inner[0])):
+            if len(inner) == 1 and re.search(r"\[@\]\}$|^\$(@|\{@\})$", _text(inner[0])):
                 return [Word(value.text, value.line, value.is_known, True) for value in self._values(inner[0])]
         return [self._joined(node)]
 
@@ -357,7 +363,9 @@ class _Reader:
         """Return what ``$NAME``, ``${NAME}`` or ``${NAME:-default}`` stands for."""
         written, line = _text(node), node.start_point[0] + 1
         unknown = [Word(written, line, is_known=False)]
-        match = re.fullmatch(r"\$(?:(\w+)|\{(\w+)(\[[@*]\])?(?:(:?[-=+?]|##?|%%?)(.*))?\})", written, re.DOTALL)
+        match = re.fullmatch(
+            r"\$(?:([@*]|\w+)|\{([@*]|\w+)(\[[@*]\])?(?:(:?[-=+?]|##?|%%?)(.*))?\})", written, re.DOTALL
+        )
         if match is None:
             return unknown
         name, sign = match[1] or match[2], match[4] or ""

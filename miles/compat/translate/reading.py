@@ -479,7 +479,7 @@ def _alongside(path: str, name: str, above: int = 5) -> str | None:
 def _set_elsewhere(word: Word, script: Script, sources: _Sources) -> Setting:
     """Describe the source of the flags that an expansion stands for."""
     name = word.text.strip("${}")
-    if name.startswith(("@", "*")):
+    if name.startswith(("@", "*")) or name.isdigit():
         where = "is what the script is called with: give those flags too"
     elif name.partition("[")[0] in script.uncertain:
         where = "is set in a branch or a loop of the script: give the flags that hold for you too"

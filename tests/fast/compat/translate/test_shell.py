@@ -152,12 +152,22 @@ def test_quotes_without_end_are_one_sentence(tmp_path, capsys):
         ("run() { run; TRAIN --lr ${1:-1e-6}; }\nrun 2e-6\n", "--lr 2e-6"),
         ("run() { TRAIN --lr ${1:-1e-6} --seed 4; }\ntime run 2e-6\n", "--seed 4"),
         ("run() { shift; TRAIN --lr ${1:-1e-6} --seed 4; }\nrun 1 2e-6\n", "--seed 4"),
+        ('run() { echo "+ $*"; "$@"; }\nrun TRAIN --lr 2e-6 --seed 4\n', "--lr 2e-6 --seed 4"),
+        ("run() { TRAIN $*; }\nrun --lr 2e-6\n", "--lr 2e-6"),
+        ("TRAIN --lr 1e-6\nlarge() { TRAIN --lr 2e-6; }\n", "--lr 1e-6"),
+        ("source large.sh\nTRAIN --lr 1e-6\n", "--lr 1e-6"),
     ],
 )
 def test_a_function_has_the_arguments_of_its_call(tmp_path, script, flags):
+    (tmp_path / "large.sh").write_text("large() { python3 slime/train.py --lr 2e-6; }\n")
     translation = translated(tmp_path, script.replace("TRAIN", "python3 slime/train.py --colocate"))
     assert " ".join(translation.words) == f"--colocate {flags}"
 
 
 def test_an_expansion_of_no_name_is_listed(tmp_path):
     assert [*translated(tmp_path, "python3 slime/train.py --lr 1e-6 ${}\n").document.elsewhere] == ["${}"]
+
+
+def test_an_argument_of_the_script_is_named_as_one(tmp_path):
+    elsewhere = translated(tmp_path, "python3 slime/train.py --lr 1e-6 $1\n").document.elsewhere
+    assert "what the script is called with" in elsewhere["$1"].value
