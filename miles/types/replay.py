@@ -214,7 +214,7 @@ def at_tokens(choices: list[np.ndarray], sample: np.ndarray, position: np.ndarra
     """Return the choices of the tokens of a micro-batch, int16 [T, layers, k], ``UNKNOWN`` for tokens without choices.
 
     Args:
-        choices: The choices of each sample, of which there is one at least.
+        choices: The choices of each sample; one sample or more.
         sample: The sample of each token, int64 [T]; -1 for padding.
         position: Its position in the sample, int64 [T].
     """

@@ -125,7 +125,7 @@ def _optimizer_state(model: nn.Module, optimizer: ShardedOptimizer) -> dict[str,
 
 
 def load_weights(folder: Path, model: PreTrainedModel, flag: str) -> None:
-    """Read the weights alone, in the model's dtype. Raises ``ValueError`` naming ``flag``, as ``load`` does."""
+    """Read the weights alone, in the model's dtype. Raises ``ValueError`` naming ``flag`` if it cannot."""
     tensors = {"model": _trained_state(model)}
     _read_into(tensors, folder, flag)
     _set_state(model, tensors["model"])
