@@ -731,14 +731,16 @@ class CopiedWeights:
     sent: str
 
     def __iter__(self) -> Iterator[WeightChunk]:
+        follows, result = False, None
         if isinstance(self.weights, OfferedWeights):
+            result = self.weights.offer.result
             try:
                 self.copy.follow(self.weights.offer)
+                follows = True
             except DeltaRefused as refusal:
                 self.weights.refuse("the engine", refusal)
-                self.copy.adopt(self.weights, self.sent, self.weights.offer.result)
-        else:
-            self.copy.adopt(self.weights, self.sent)
+        if not follows:  # not within ``except``: the refusal holds the old files, which take room until it is gone
+            self.copy.adopt(self.weights, self.sent, result)
         yield from chunks_in(self.copy.folder)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -327,6 +328,23 @@ def test_an_embedded_engine_reads_the_copy(tmp_path):
     chunks = sync.export(weights)
     flip(of_delta(sync, 0), 200)
     assert same(read(chunks), weights) and chunks.refusals == 1
+
+
+def test_the_old_copy_of_an_embedded_engine_is_gone_before_another_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("miles.engine.weight_sync.deltas"), "disabled", True)  # pytest keeps records
+    sync, weights = Sync(tmp_path), bf16_weights()
+    copy = LocalCopy(tmp_path / "copy")
+    list(CopiedWeights(copy, sync.export(weights), "1"))
+    sync.export({name: weight + 1 for name, weight in weights.items()})
+    flip(of_delta(sync, 0), 200)
+
+    def fetched():
+        in_use = Path("/proc/self/maps").read_text().splitlines()  # also deleted files, which take room until then
+        assert not [line for line in in_use if str(copy.folder) in line]
+        return in_chunks(weights.items(), bucket_bytes=600)
+
+    with pytest.raises(OtherWeights):
+        list(CopiedWeights(copy, OfferedWeights(sync.offer, fetched), "2"))
 
 
 def test_a_folder_of_another_user_is_not_entered(tmp_path, monkeypatch):
