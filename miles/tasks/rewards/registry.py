@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from statistics import fmean
 from typing import Any
 
 from miles.base.flags import Errors
@@ -13,7 +12,7 @@ from miles.tasks.rewards.base import NotAReward, RewardFunction, RewardSum, as_r
 from miles.tasks.rewards.built_in import REWARDS
 from miles.tasks.rewards.reward_process import RewardProcess, RewardProcessDied
 from miles.tasks.rewards.settings import CUSTOM, RewardArguments, check_reward
-from miles.types.sample import PromptGroup, Sample
+from miles.types.sample import PromptGroup, Sample, exact_mean
 
 _logger = logging.getLogger(__name__)
 
@@ -180,7 +179,7 @@ def deciding_reward(sample: Sample) -> float:
 
 def passes(trajectory: Sequence[Sample]) -> bool:
     """Return whether a scored trajectory passes: the mean ``deciding_reward`` of its samples is 1 or more."""
-    return fmean(map(deciding_reward, trajectory)) >= PASS_REWARD
+    return exact_mean(map(deciding_reward, trajectory)) >= PASS_REWARD
 
 
 def passes_of(group: PromptGroup) -> list[bool]:
