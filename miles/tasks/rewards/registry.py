@@ -154,7 +154,7 @@ PASS_REWARD = 1.0  # a trajectory passes with this reward or more
 
 
 def deciding_part(names: Iterable[str]) -> str | None:
-    """Return the part of a sum of rewards that decides whether a sample passes; None if no part can.
+    """Return the part of a sum of rewards that decides whether a trajectory passes; None if no part can.
 
     It is the first built-in one that reads the prompt's row, such as its label, else the user's own. The others, such
     as ``format`` and ``length``, say nothing of whether an answer is right.
@@ -168,7 +168,7 @@ def deciding_part(names: Iterable[str]) -> str | None:
 
 
 def deciding_reward(sample: Sample) -> float:
-    """Return the number that decides whether a scored sample passes: its reward, or the ``deciding_part`` of a sum.
+    """Return the number of a scored sample that decides: its reward, or the ``deciding_part`` of a sum.
 
     If no part of a sum decides, the sum itself does, as in a run with a single reward.
     """
