@@ -201,7 +201,7 @@ def first_with(rows: Mapping[str, Spec], ability: str, wanted: bool = True) -> s
 
 
 def deciding_metric(names: Iterable[str], prefix: str) -> str | None:
-    """Return the metric, among ``names``, of the reward that decides whether a sample passes; None without parts."""
+    """Return the metric among ``names`` of the reward that decides whether a trajectory passes; None without parts."""
     start = f"{prefix}reward_parts/"
     part = deciding_part(name.removeprefix(start) for name in names if name.startswith(start))
     return None if part is None else start + part

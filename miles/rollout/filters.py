@@ -1,7 +1,7 @@
 """Dynamic sampling (DAPO, arXiv 2503.14476 §3.2): which scored groups are trained on, and when to stop trying."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,12 +41,20 @@ def check_deciding_reward_nonzero_std(group: PromptGroup) -> FilterDecision:
 
     DAPO's authors compare the accuracies, without the penalty on length (``filter_groups.metric=acc`` in verl).
     """
-    return FilterDecision(keep=len(set(map(deciding_reward, group.samples))) > 1, reason="zero_std")
+    return FilterDecision(keep=differ(map(deciding_reward, group.samples)), reason="zero_std")
 
 
 def has_reward_spread(group: PromptGroup) -> bool:
-    """Return whether the group's rewards differ. They are compared exactly: a computed deviation may round to zero."""
-    return len(set(group.rewards)) > 1
+    """Return whether samples of the group have different rewards: an estimator gives one an advantage then.
+
+    So has one that is rewarded apart from its trajectory, even if all trajectories have the same mean.
+    """
+    return differ(group.rewards)
+
+
+def differ(rewards: Iterable[float]) -> bool:
+    """Return whether rewards differ. They are compared exactly: a computed deviation may round to zero."""
+    return len(set(rewards)) > 1
 
 
 def load_group_filter(path: str) -> Callable[[PromptGroup], FilterDecision]:

@@ -280,8 +280,8 @@ class IterationHooks:
         groups = scored.groups
         samples = [sample for group in groups for sample in group.samples]
         if (log := self._log) is not None:
-            name = f"{LOG} {self._log_path}"
-            metrics = with_own_metrics(metrics, lambda extra: log(iteration, self._args, samples, extra, seconds), name)
+            name, shown = f"{LOG} {self._log_path}", [*samples]  # which the function may sort
+            metrics = with_own_metrics(metrics, lambda extra: log(iteration, self._args, shown, extra, seconds), name)
         if self._convert is not None:
             assert self._convert_path is not None
             groups = converted_groups(self._convert(self._args, samples), groups, self._convert_path)

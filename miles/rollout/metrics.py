@@ -5,14 +5,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import comb
 from numbers import Real
-from statistics import fmean, stdev
+from statistics import stdev
 from typing import Any
 
-from miles.rollout.filters import has_reward_spread
+from miles.rollout.filters import differ, has_reward_spread
 from miles.tasks.data.stream import TrainingStream
 from miles.tasks.rewards.registry import passes_of
 from miles.types.metrics import Metric
-from miles.types.sample import NO_WEIGHTS, PromptGroup, Sample, SampleStatus, in_trajectories
+from miles.types.sample import NO_WEIGHTS, PromptGroup, Sample, SampleStatus, exact_mean, in_trajectories
 
 
 def rollout_metrics(
@@ -39,7 +39,7 @@ def rollout_metrics(
         "reward": Metric.mean(reward for rewards in by_group for reward in rewards),
         **reward_part_metrics(samples),
         **prompt_set_metrics(groups),
-        "reward_std": Metric.mean(stdev(rewards) if len({*rewards}) > 1 else 0.0 for rewards in by_group),
+        "reward_std": Metric.mean(stdev(rewards) if differ(rewards) else 0.0 for rewards in by_group),
         "prompt_length": Metric.mean(len(s.prompt.token_ids) for s in samples),
         **response_metrics(samples),
         "zero_std_groups": Metric.mean(not has_reward_spread(group) for group in scored),
@@ -58,7 +58,7 @@ def rollout_metrics(
 
 
 def leave_out_mastered(prompts: TrainingStream, rate: float) -> Callable[[PromptGroup], None]:
-    """Return a function that leaves the prompt of a group out, if the fraction ``rate`` of its samples has passed.
+    """Return a function that leaves the prompt of a group out, if the fraction ``rate`` of its trajectories has passed.
 
     ScaleRL drops prompts at 0.9 (arXiv 2510.13786, no-positive-resampling).
     """
@@ -88,9 +88,10 @@ def response_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
 def reward_part_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
     """Return ``reward_parts/NAME``: means of the parts of a weighted sum, over the trajectories that have them."""
     parts: dict[str, list[float]] = {}
-    for trajectory in in_trajectories(sample for sample in samples if sample.reward_parts):
-        for name in trajectory[0].reward_parts:
-            parts.setdefault(name, []).append(fmean(sample.reward_parts[name] for sample in trajectory))
+    for trajectory in in_trajectories(samples):
+        for name in dict.fromkeys(name for sample in trajectory for name in sample.reward_parts):
+            values = (sample.reward_parts[name] for sample in trajectory if name in sample.reward_parts)
+            parts.setdefault(name, []).append(exact_mean(values))
     return {f"reward_parts/{name}": Metric.mean(values) for name, values in parts.items()}
 
 

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from statistics import fmean
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -207,11 +207,17 @@ class PromptGroup:
     @property
     def trajectory_rewards(self) -> list[float]:
         """The reward of each trajectory, as estimators have it: the mean of its samples' rewards."""
-        return [fmean(map(self._reward, trajectory)) for trajectory in self.trajectories]
+        return [exact_mean(map(self._reward, trajectory)) for trajectory in self.trajectories]
 
     def _reward(self, sample: Sample) -> float:
         assert sample.reward is not None, f"group {self.group_index} has unscored samples"
         return float(sample.reward)
+
+
+def exact_mean(values: Iterable[float]) -> float:
+    """Return the mean, correctly rounded: of equal values it is this value, and not one next to it."""
+    values = list(values)
+    return values[0] if len(values) == 1 else mean(values)
 
 
 def in_trajectories(samples: Iterable[Sample]) -> list[list[Sample]]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 from miles.base.flags import flag
 from miles.objective.kl import KlFlags
 from miles.objective.registry import Needs, ObjectivePart, Term
+from miles.types.sample import exact_mean
 
 if TYPE_CHECKING:
     import numpy as np
@@ -62,7 +63,7 @@ class SampleRewards:
         for reward, group, trajectory in zip(self.rewards, self.group_indices, self.trajectory_ids, strict=True):
             samples.setdefault(group, {}).setdefault(trajectory, []).append(float(reward))
         return {
-            group: {trajectory: _mean(values) for trajectory, values in trajectories.items()}
+            group: {trajectory: exact_mean(values) for trajectory, values in trajectories.items()}
             for group, trajectories in samples.items()
         }
 
@@ -183,13 +184,14 @@ def less_group_mean(samples: SampleRewards, *, std: bool, eps: float = 1e-6) -> 
     scales: dict[int, float] = {}
     for group, of_trajectory in samples.by_group().items():
         means[group], spread = _mean_and_spread(tuple(of_trajectory.values()), std)
-        scales[group] = spread + eps if std else 1.0
+        scales[group] = divisor(spread, eps)
     pairs = zip(samples.rewards, samples.group_indices, strict=True)
     return [(reward - means[group]) / scales[group] for reward, group in pairs]
 
 
-def _mean(values: Sequence[float]) -> float:
-    return values[0] if len(values) == 1 else statistics.mean(values)
+def divisor(spread: float, eps: float) -> float:
+    """Return ``spread + eps``; 1 if no trajectory differs, as samples that are rewarded apart from theirs still may."""
+    return spread + eps if spread else 1.0
 
 
 @lru_cache(maxsize=4096)

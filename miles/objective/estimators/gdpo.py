@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import replace
 
-from miles.objective.estimators.base import AdvantageFlags, Estimator, SampleRewards, less_group_mean
+from miles.objective.estimators.base import AdvantageFlags, Estimator, SampleRewards, divisor, less_group_mean
 from miles.objective.registry import Term
 
 EPS = 1e-6
@@ -48,7 +48,7 @@ class Gdpo(Estimator[AdvantageFlags]):
             sums = [total + weight * advantage for total, advantage in zip(sums, normalized, strict=True)]
         by_trajectory = [s for group in replace(samples, rewards=sums).by_group().values() for s in group.values()]
         spread = statistics.stdev(by_trajectory) if len(by_trajectory) > 1 else 0.0
-        return [total / (spread + EPS) for total in sums]
+        return [total / divisor(spread, EPS) for total in sums]
 
 
 def _rewards_with_weights(samples: SampleRewards) -> list[tuple[float, list[float]]]:

@@ -2,7 +2,7 @@
 
 import statistics
 
-from miles.objective.estimators.base import AdvantageFlags, Estimator, SampleRewards, less_group_mean
+from miles.objective.estimators.base import AdvantageFlags, Estimator, SampleRewards, divisor, less_group_mean
 from miles.objective.registry import Term
 
 
@@ -34,7 +34,7 @@ class GrpoBatchStd(Estimator[AdvantageFlags]):
             mean = statistics.mean(rewards.values())
             differences += [reward - mean for reward in rewards.values()]
         spread = statistics.stdev(differences) if len(differences) > 1 else 0.0
-        return [difference / (spread + 1e-6) for difference in less_group_mean(samples, std=False)]
+        return [difference / divisor(spread, 1e-6) for difference in less_group_mean(samples, std=False)]
 
 
 ESTIMATOR = GrpoBatchStd()

@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.metadata import version
+from mmap import mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, overload
 
@@ -142,11 +143,14 @@ class _Check(Generic[P]):
     rows: Rows
     make: Make[P]
     is_long: Callable[[P], bool]
+    ended: mmap = field(default_factory=partial(mmap, -1, 1))  # shared with forks: not 0 if nobody waits for a verdict
 
     def __call__(self, start: int) -> RowsVerdict:
         stop = min(start + (_RANGE if start else _BATCH), len(self.rows))
         verdict = RowsVerdict(stop - start)
         for first in range(start, stop, _BATCH):
+            if self.ended[0]:
+                break
             read = list(self.rows.read(first, min(first + _BATCH, stop)))
             made = iter(self.make([row for row in read if isinstance(row, Row)], verdict.notes, is_exact=not start))
             for number, row in enumerate(read, start=first):
@@ -166,7 +170,7 @@ class _Check(Generic[P]):
 
 
 @contextmanager
-def _workers(check: Callable[[int], RowsVerdict], rows: int) -> Iterator[Iterable[RowsVerdict]]:
+def _workers(check: _Check[Any], rows: int) -> Iterator[Iterable[RowsVerdict]]:
     """Yield the verdicts about all ranges but the first rows, in order; of many rows, made in several processes."""
     starts = range(_BATCH, rows, _RANGE)
     if rows < _MANY or not may_fork():
@@ -177,6 +181,7 @@ def _workers(check: Callable[[int], RowsVerdict], rows: int) -> Iterator[Iterabl
     try:
         yield pool.map(_checked, starts)
     finally:
+        check.ended[0] = 1
         pool.shutdown(cancel_futures=True)
 
 

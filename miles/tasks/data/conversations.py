@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from miles.base.flags import FlagError
@@ -173,7 +172,7 @@ def _read(
         if message["role"] in data.sft_roles:
             if isinstance(message.get("content"), list):
                 row.refuse(f"message {number + 1}: is trained on and has an image; write its text alone")
-            start, end = _span(row, render, messages, number, tokenizer)
+            start, end = _span(row, render, messages, number, renderer.shared)
             is_whole &= _is_written(message, text[spans[-1][1] if spans else 0 : end])
             if not renderer.ends_turn(text[start:end], message):
                 ending = next_added_token(tokenizer, text, end)  # the next role's token ends the turn
@@ -214,7 +213,7 @@ def _read(
 
 
 def _span(
-    row: Row, render: Render, messages: Sequence[dict[str, Any]], number: int, tokenizer: PreTrainedTokenizerBase
+    row: Row, render: Render, messages: Sequence[dict[str, Any]], number: int, shared: Callable[[str, str], int]
 ) -> tuple[int, int]:
     """Return the span of the message at ``number`` in the conversation's text: its content and the end of its turn.
 
@@ -228,23 +227,23 @@ def _span(
     if text.startswith(through) and through.startswith(opened):
         return len(opened), len(through.rstrip())
     content = written_text(message)
-    before = _shared(tokenizer, render(messages[:number], False), text) if number else 0
-    shared = _shared(tokenizer, opened, text)  # text between header and content belongs to the message
-    if text.startswith(through) and shared > before and _is_written({"content": content}, through[before:]):
-        return shared, len(through.rstrip())
+    before = shared(render(messages[:number], False), text) if number else 0
+    as_opened = shared(opened, text)  # text between header and content belongs to the message
+    if text.startswith(through) and as_opened > before and _is_written({"content": content}, through[before:]):
+        return as_opened, len(through.rstrip())
     head, tail = _around(render, messages, number)
     last_head, last_tail = _around(render, messages[: number + 1], number)
     if not content.strip():  # a template may put white space between content and calls
         tail, last_tail = tail.lstrip(), last_tail.lstrip()
     start, middle = len(head), len(text) - len(tail)
-    end = middle + len(tail[: _shared(tokenizer, last_tail, tail)].rstrip())
+    end = middle + len(tail[: shared(last_tail, tail)].rstrip())
     is_there = text.startswith(head) and text.endswith(tail) and text[start:middle].strip() == content.strip()
     if start > middle or not is_there or not _is_written(message, text[start:end]):
         row.refuse(
             f"the chat template changes message {number + 1}, so its tokens are not known; shorten the "
             "conversation so that it is the last message, or correct the template"
         )
-    return (shared if head == last_head and shared > before else start), end
+    return (as_opened if head == last_head and as_opened > before else start), end
 
 
 def _is_written(message: Mapping[str, Any], text: str) -> bool:
@@ -258,11 +257,3 @@ def _around(render: Render, messages: Sequence[dict[str, Any]], number: int) -> 
     marked = {**messages[number], "content": _MARK}
     head, _, tail = render((*messages[:number], marked, *messages[number + 1 :]), False).partition(_MARK)
     return head, tail
-
-
-def _shared(tokenizer: PreTrainedTokenizerBase, one: str, other: str) -> int:
-    """Return how many characters the tokens have with which two texts begin alike."""
-    first, second = (tokenizer(text, add_special_tokens=False, return_offsets_mapping=True) for text in (one, other))
-    pairs: Any = zip(first["input_ids"], second["input_ids"], first["offset_mapping"], strict=False)
-    alike = [span[1] for _, _, span in takewhile(lambda pair: pair[0] == pair[1], pairs)]
-    return int(alike[-1]) if alike else 0

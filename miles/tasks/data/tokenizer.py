@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
+from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from miles.base import strict_json
@@ -55,6 +57,22 @@ class SpecialTokens:
     def end(self, text: str) -> bool:
         """Return whether ``text`` ends with a special token."""
         return text.endswith(tuple(self._names))
+
+    def shared(self, one: str, other: str) -> int:
+        """Return how many characters the tokens have with which two texts begin alike.
+
+        Tokenized is what lies between the special tokens around the first difference.
+        """
+        alike = len(commonprefix([one, other]))
+        start = max((match.start() for match in self._pattern.finditer(one, 0, alike)), default=0)
+        encoded: list[Any] = []
+        for text in (one, other):
+            matches = self._pattern.finditer(text, start)
+            end = next((match.end() for match in matches if match.start() >= alike), len(text))
+            encoded.append(self._tokenizer(text[start:end], add_special_tokens=False, return_offsets_mapping=True))
+        pairs = zip(*(one["input_ids"] for one in encoded), encoded[0]["offset_mapping"], strict=False)
+        spans = [span for _, _, span in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+        return start + int(spans[-1][1]) if spans else start
 
     def hide(self, messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, str]]:
         """Replace the special tokens in messages by single characters that no message has.
@@ -333,6 +351,10 @@ class PromptRenderer:
             return None
         assert self._images is not None
         return self._images.prompt_images(row, files_of(messages), token_ids)
+
+    def shared(self, one: str, other: str) -> int:
+        """Return how many characters the tokens have with which two texts begin alike."""
+        return self._special.shared(one, other)
 
     def ends_turn(self, written: str, message: Mapping[str, Any]) -> bool:
         """Return whether the template has ended the turn of a message in ``written``, its text as far as known."""

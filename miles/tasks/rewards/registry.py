@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from statistics import fmean
 from typing import Any
 
 from miles.base.flags import Errors
@@ -13,7 +12,7 @@ from miles.tasks.rewards.base import NotAReward, RewardFunction, RewardSum, as_r
 from miles.tasks.rewards.built_in import REWARDS
 from miles.tasks.rewards.reward_process import RewardProcess, RewardProcessDied
 from miles.tasks.rewards.settings import CUSTOM, RewardArguments, check_reward
-from miles.types.sample import PromptGroup, Sample
+from miles.types.sample import PromptGroup, Sample, exact_mean
 
 _logger = logging.getLogger(__name__)
 
@@ -155,7 +154,7 @@ PASS_REWARD = 1.0  # a trajectory passes with this reward or more
 
 
 def deciding_part(names: Iterable[str]) -> str | None:
-    """Return the part of a sum of rewards that decides whether a sample passes; None if no part can.
+    """Return the part of a sum of rewards that decides whether a trajectory passes; None if no part can.
 
     It is the first built-in one that reads the prompt's row, such as its label, else the user's own. The others, such
     as ``format`` and ``length``, say nothing of whether an answer is right.
@@ -169,7 +168,7 @@ def deciding_part(names: Iterable[str]) -> str | None:
 
 
 def deciding_reward(sample: Sample) -> float:
-    """Return the number that decides whether a scored sample passes: its reward, or the ``deciding_part`` of a sum.
+    """Return the number of a scored sample that decides: its reward, or the ``deciding_part`` of a sum.
 
     If no part of a sum decides, the sum itself does, as in a run with a single reward.
     """
@@ -180,7 +179,7 @@ def deciding_reward(sample: Sample) -> float:
 
 def passes(trajectory: Sequence[Sample]) -> bool:
     """Return whether a scored trajectory passes: the mean ``deciding_reward`` of its samples is 1 or more."""
-    return fmean(map(deciding_reward, trajectory)) >= PASS_REWARD
+    return exact_mean(map(deciding_reward, trajectory)) >= PASS_REWARD
 
 
 def passes_of(group: PromptGroup) -> list[bool]:

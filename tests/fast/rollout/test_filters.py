@@ -2,6 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from miles.objective.chosen import build_objective
+from miles.objective.estimators.base import SampleRewards
+from miles.objective.settings import LossArguments
 from miles.rollout import filters
 from miles.rollout.filters import (
     FilterDecision,
@@ -26,6 +29,17 @@ def test_groups_without_reward_spread_are_dropped(rewards):
 @given(st.floats(allow_nan=False, allow_infinity=False), st.integers(1, 9))
 def test_equal_rewards_have_no_spread_whatever_their_size(reward, n):
     assert check_reward_nonzero_std(group_with([reward] * n)) == FilterDecision(False, "zero_std")
+
+
+@given(st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=3), min_size=2, max_size=4))
+def test_a_group_is_dropped_exactly_if_all_its_advantages_are_zero(rewards):
+    """Samples of a trajectory may be rewarded apart from each other."""
+    pairs = [(trajectory, reward) for trajectory, of_samples in enumerate(rewards) for reward in of_samples]
+    group = PromptGroup(7, PROMPT, [Sample(PROMPT, 7, trajectory, reward=reward) for trajectory, reward in pairs])
+    samples = SampleRewards(group.rewards, [7] * len(pairs), [trajectory for trajectory, _ in pairs])
+    for estimator in ("grpo", "rloo"):
+        objective = build_objective(LossArguments(advantage_estimator=estimator))
+        assert check_reward_nonzero_std(group).keep == any(objective.sample_advantages(samples))
 
 
 @given(st.lists(st.tuples(st.sampled_from([-1.0, 1.0]), st.floats(-1, 0)), min_size=1, max_size=8))

@@ -93,6 +93,21 @@ def test_a_trajectory_counts_once_however_many_samples_it_has():
     assert metrics["rollout/reward"].value == 0.5 and "rollout/pass@4" not in metrics
 
 
+def test_equal_rewards_have_no_deviation_however_trajectories_are_split():
+    """The rounded sum of three times 0.1, over three, is another number."""
+    samples = [Sample(Prompt("p", (1,)), 0, trajectory, reward=0.1) for trajectory in (0, 0, 0, 1)]
+    group = PromptGroup(0, samples[0].prompt, samples)
+    metrics = rollout_metrics([group], [group], 0, log_passrate=False)
+    assert (metrics["rollout/reward_std"].value, metrics["rollout/reward"].value) == (0.0, 0.1)
+
+
+def test_samples_of_a_trajectory_may_have_different_parts():
+    group = PromptGroup(0, Prompt("p", (1,)))
+    group.samples += [Sample(group.prompt, 0, 0, reward=1.0, reward_parts=parts) for parts in ({"a": 1.0}, {"b": 3.0})]
+    metrics = rollout_metrics([group], [group], 0, log_passrate=False)
+    assert [metrics[f"rollout/reward_parts/{name}"].value for name in "ab"] == [1.0, 3.0]
+
+
 def test_a_mean_over_nothing_is_not_taken_for_a_metric_of_the_users():
     metrics = {"rollout/staleness": Metric(0, 0), "rollout/reward": Metric(1.0)}
     assert with_own_metrics(metrics, lambda extra: False, "my:log") == metrics

@@ -59,3 +59,11 @@ def test_a_trajectory_in_two_samples_counts_once(advantages_of, name, group):
     advantages = build_objective(loss).sample_advantages(samples)
     [expected] = advantages_of(loss, [group], [[6] + [2] * (n - 1)])
     assert advantages == pytest.approx([*expected, expected[0]], abs=DOUBLE_ERROR)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_samples_that_are_rewarded_apart_in_equal_trajectories_have_usual_advantages(name):
+    """No trajectory differs from the others, so there is no deviation to divide by."""
+    samples = SampleRewards([0.0, 1.0] * 4, [0] * 8, [0, 0, 1, 1, 2, 2, 3, 3], [3] * 8)
+    advantages = build_objective(LossArguments(advantage_estimator=name)).sample_advantages(samples)
+    assert max(map(abs, advantages)) <= 1.0 and sum(advantages) == 0.0

@@ -34,6 +34,9 @@ def log(iteration, args, samples, metrics, seconds):
     metrics["rollout/longest"] = np.int64(max(s.response_length for s in samples) + iteration)
     return args.rollout_batch_size == 1
 
+def log_and_clear(iteration, args, samples, metrics, seconds):
+    samples.clear()
+
 def log_text(iteration, args, samples, metrics, seconds):
     metrics["note"] = "text"
 
@@ -179,8 +182,8 @@ def test_a_function_makes_the_advantages(functions):
 
 
 def test_a_function_makes_what_is_trained_on(functions):
-    path = "hook_functions:last_halves"
-    result = apply(custom_convert_samples_to_train_data_path=path).groups
+    path, log = "hook_functions:last_halves", "hook_functions:log_and_clear"
+    result = apply(custom_convert_samples_to_train_data_path=path, custom_rollout_log_function_path=log).groups
     assert [(len(group.samples), group.dropped_trajectories) for group in result] == [(2, 1), (2, 1)]
     [batch] = convert(result, loss=LossArguments(), global_batch_size=4)
     assert (batch.rewards, batch.trajectory_ids) == ([0.5, 0.5, 1.0, 1.0], [0, 0, 3, 3])

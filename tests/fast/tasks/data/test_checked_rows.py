@@ -231,3 +231,35 @@ def test_processes_that_share_the_check_find_what_one_alone_does(tmp_path, saved
     rows[8500]["input"] = rows[8600]["input"] = ""
     (fault,) = outcome(0, 30, write(tmp_path / "bad.jsonl", rows))
     assert re.findall(r"bad\.jsonl:(\d+)", fault) == ["8501", "8601"]
+
+
+SLOW_ROWS = """
+import os, time
+from miles.base.text import InputError
+from miles.tasks.data import checked_rows
+from miles.tasks.data.row import Row, Rows
+class Many(Rows):
+    def __len__(self):
+        return 10**5
+    def read(self, start, stop):
+        return (Row(f"x:{n}", {}) for n in range(start, stop))
+def make(rows, notes, is_exact):
+    is_slow, end = int(rows[0].where[2:]) > checked_rows._RANGE, time.process_time() + 0.05
+    while is_slow and time.process_time() < end:
+        pass
+    os.write(1, b".")
+    return [InputError(f"{row.where}: wrong") for row in rows]
+checked_rows.MOST_PROCESSES = 2
+try:
+    checked_rows.check_rows("x", Many(), make, lambda prompt: False, "")
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_processes_stop_when_there_are_enough_faults():
+    """And not at the end of the thousands of rows that each is to check, which takes seconds."""
+    ended = subprocess.run([sys.executable, "-c", SLOW_ROWS], stdout=subprocess.PIPE, text=True, check=True).stdout
+    assert "x:0: wrong" in ended
+    in_a_range = checked_rows._RANGE // checked_rows._BATCH
+    assert ended.count(".") < 3 * in_a_range

@@ -1,14 +1,18 @@
 """Which tokens of a conversation are trained on."""
 
 import json
+from os.path import commonprefix
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from miles.base.text import InputError
 from miles.tasks.data.conversations import load_conversations
 from miles.tasks.data.settings import DataArguments
+from miles.tasks.data.tokenizer import SpecialTokens
 
 TURNS = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>\n{% endfor %}"
@@ -201,3 +205,39 @@ def test_a_part_of_a_message_that_the_template_leaves_out_is_reported(trained, c
 def test_what_cannot_be_trained_on_is_refused(trained, messages, limits, expected):
     with pytest.raises(InputError, match=expected):
         trained(messages, **limits)
+
+
+PARTS = st.lists(st.sampled_from(["<user>", "<end>", "<e", "it is", " so", "\n", "4", "<a>"]), max_size=12).map("".join)
+
+
+@given(PARTS, PARTS, PARTS)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_beginning_that_two_texts_share_is_that_of_their_tokens(base_tokenizer, common, one, other):
+    backend = Tokenizer.from_str(base_tokenizer.backend_tokenizer.to_str())
+    names = ["<user>", "<end>", "<a>"]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, additional_special_tokens=names)
+    texts = [common + one, common + other]
+    encoded = [tokenizer(text, add_special_tokens=False, return_offsets_mapping=True) for text in texts]
+    number = len(commonprefix([each["input_ids"] for each in encoded]))
+    expected = encoded[0]["offset_mapping"][number - 1][1] if number else 0
+    assert SpecialTokens(tokenizer).shared(*texts) == expected
+
+
+class CountingTokenizer(PreTrainedTokenizerFast):
+    read = 0
+
+    def __call__(self, text, **kwargs):
+        CountingTokenizer.read += len(text)
+        return super().__call__(text, **kwargs)
+
+
+def test_a_long_conversation_is_tokenized_a_few_times_and_not_for_each_turn(base_tokenizer, tmp_path):
+    backend = Tokenizer.from_str(base_tokenizer.backend_tokenizer.to_str())
+    names = ["<end>", "<last>", "<user>", "<assistant>"]
+    tokenizer = CountingTokenizer(tokenizer_object=backend, additional_special_tokens=names)
+    tokenizer.chat_template = LAST_END
+    chat = [{"role": role, "content": f"it is {n}"} for n in range(50) for role in ("user", "assistant")]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
+    CountingTokenizer.read = 0
+    load_conversations(str(tmp_path / "chats.jsonl"), DataArguments(input_key="messages"), tokenizer)
+    assert CountingTokenizer.read < 10 * sum(len(f"<{m['role']}>{m['content']}<end>\n") for m in chat)
