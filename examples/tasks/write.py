@@ -1,4 +1,4 @@
-"""Write a small random model, demonstrations of two tasks, and their prompts: ``write.py FOLDER``.
+"""Write a small random model, demonstrations of two tasks, and prompts: ``python -m examples.tasks.write FOLDER``.
 
 - ``backward``: reasoning-gym's task ``spell_backward``, words of 3 to 5 letters. Scored by ``--rm-type exact_match``.
 - ``record``: a sentence to a JSON object. Scored by ``--rm-type json_schema`` with the schema of its row.

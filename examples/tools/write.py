@@ -1,4 +1,4 @@
-"""Write a small random model, demonstrations of a tool, and prompts: ``write.py FOLDER``.
+"""Write a small random model, demonstrations of a tool, and prompts: ``python -m examples.tools.write FOLDER``.
 
 Somebody asks for the price of a made-up thing. Half of the demonstrations look the price up with the tool ``price``,
 and the others guess. A price can only be known from the tool.

@@ -1,4 +1,4 @@
-"""Write a small random vision-language model, demonstrations and prompts with images: ``write.py FOLDER``.
+"""Write a random vision-language model, demonstrations and prompts: ``python -m examples.vision.write FOLDER``.
 
 An image has two by two cells, each empty or of one of three colors, and the prompt names a color. Half of the
 demonstrations count the cells of that color, and the others count all cells that are not empty.

@@ -82,7 +82,7 @@ _ERRORS = "backslashreplace"  # a lone surrogate, which UTF-8 cannot hold, becom
 
 
 def finite(value: Any) -> Any:
-    """Return ``value`` with null for NaN and infinity, which JSON has not, at any depth."""
+    """Return ``value`` with null for NaN and infinity, which JSON does not have, at any depth."""
     if isinstance(value, Mapping):
         return {name: finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -20,7 +20,6 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, cast
-from unittest.mock import patch
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import psutil
@@ -264,11 +263,14 @@ def check_mlflow(tracking: TrackingArguments) -> None:
     if not uri.startswith(("http://", "https://")):
         return
     what_to_do = "check --mlflow-tracking-uri (MLFLOW_TRACKING_URI) and the network, or leave --use-mlflow out"
-    with (
-        _failing_with("--use-mlflow: the MLflow server", [uri], what_to_do),
-        patch.dict(os.environ, {_MLFLOW_RETRIES: os.environ.get(_MLFLOW_RETRIES) or "0"}),
-    ):
-        mlflow.MlflowClient(tracking_uri=uri).get_experiment_by_name(tracking.mlflow_experiment)
+    retries = os.environ.get(_MLFLOW_RETRIES)
+    os.environ[_MLFLOW_RETRIES] = retries or "0"
+    try:
+        with _failing_with("--use-mlflow: the MLflow server", [uri], what_to_do):
+            mlflow.MlflowClient(tracking_uri=uri).get_experiment_by_name(tracking.mlflow_experiment)
+    finally:
+        if retries is None:
+            del os.environ[_MLFLOW_RETRIES]
 
 
 @contextmanager
@@ -657,7 +659,7 @@ LONGEST_TEXT = 1000
 Event = Literal["end", "failure", "unhealthy"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Notifier:
     """Post one JSON object per event: ``{"event": …, "run": …, "text": …}``.
 

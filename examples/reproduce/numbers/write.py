@@ -1,4 +1,4 @@
-"""Write the inputs of the reproductions: a small random model, demonstrations and prompts: ``write.py FOLDER``.
+"""Write a small random model, demonstrations and prompts: ``python -m examples.reproduce.numbers.write FOLDER``.
 
 A prompt is a number of four digits, ``4721=``, which is to be written backward. In half of the demonstrations it is,
 followed by any number of dots, ``1274.....``; in the other half it is copied, followed by any number of commas,

@@ -1,1 +1,1 @@
-"""What ``miles init`` copies: rows and the reward of each task, with its test, and the form of run.yaml."""
+"""What ``miles init`` copies: rows and the reward of each task, with its test, and the template of run.yaml."""

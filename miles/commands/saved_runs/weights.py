@@ -79,7 +79,7 @@ def hugging_face_folder(run: SavedRun, step: Step, weights: Path | None) -> Iter
 
 @contextmanager
 def generating(options: argparse.Namespace) -> Iterator[Settings]:
-    """Have the run's settings for generating here with the weights that the flags name, for the length of the block.
+    """Yield the run's settings for generating here with the weights that the flags name.
 
     Raises:
         InputError: There are no such weights.

@@ -378,7 +378,7 @@ def _tables(results: Results) -> list[dict[str, Any]]:
 def _by_variant(
     rows: Sequence[MetricSummary], interval_of: Callable[[MetricSummary], Interval | None]
 ) -> list[list[str]]:
-    """Return a row of each metric and variant that has intervals: those of all summaries, and the number of seeds."""
+    """Return a row for each metric and variant with intervals: one per summary, and the number of seeds."""
     groups: dict[tuple[str, str], list[Interval]] = {}
     for row in rows:
         if (interval := interval_of(row)) is not None:

@@ -51,6 +51,7 @@ def server():
 
 def test_the_end_and_a_failure_are_sent_without_secrets(server):
     notifier = Notifier(server.url, "outputs/a", ["sesame"])
+    assert "t0ken" not in repr(notifier) and "sesame" not in repr(notifier)
     with notifying(notifier, StopRequests(60.0)):
         pass
     with pytest.raises(KeyError), notifying(notifier, StopRequests(60.0)):

@@ -111,6 +111,15 @@ def test_an_mlflow_server_that_does_not_answer_is_told_at_once(monkeypatch):
     assert "MLFLOW_HTTP_REQUEST_MAX_RETRIES" not in os.environ
 
 
+def test_variables_that_are_set_while_an_mlflow_server_is_asked_stay(monkeypatch):
+    monkeypatch.setenv("OF_ANOTHER_THREAD", "")
+    monkeypatch.setattr(
+        "mlflow.MlflowClient.get_experiment_by_name", lambda *_: os.environ.update(OF_ANOTHER_THREAD="set")
+    )
+    check_services(TrackingArguments(use_mlflow=True, mlflow_tracking_uri="http://127.0.0.1:9"))
+    assert os.environ["OF_ANOTHER_THREAD"] == "set"
+
+
 # Trackio and SwanLab have the same three calls. This package records them, with the thread that made each.
 RECORDING = """
 import json, os, threading
