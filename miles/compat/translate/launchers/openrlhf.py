@@ -318,7 +318,7 @@ def _evaluation(translation: Translation) -> None:
     if translation.number(steps) > 0 and translation.has(files):
         names = [prompts_of(translation, files, name.strip()) for name in translation.text(files).split(",")]
         translation.carry(files, "--eval-prompt-data", *named_sets("eval", names))
-        translation.carry(steps, "--eval-interval", translation.number(steps))
+        translation.carry(steps, "--eval-interval", translation.number(steps), "--skip-eval-before-train")
     else:
         translation.take(key for key in translation.table.rows if key.startswith("--eval."))
     translation.take([steps, files])

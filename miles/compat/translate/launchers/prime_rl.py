@@ -19,6 +19,8 @@ from miles.compat.translate.translation import (
 
 OLD_SOURCE = "prime-rl d5106a4, src/prime_rl/trainer/rl/train.py"
 LOSS = "trainer.loss."
+EPS = LOSS + "eps"  # of releases whose default is ipo, without kl_tau
+SINCE = "since September 2026 the default is ipo with eps 0.3 and kl_tau 0: give them if the run is of such a release"
 _OF_ONE_PROCESS = re.compile(r"(optim|loss|scheduler|sampling|batch_size|group_size|rollouts_per_example)(\.|$)")
 STEPS = ("max_steps", "trainer.max_steps", "orchestrator.max_steps")
 
@@ -50,7 +52,7 @@ class PrimeRl(Launcher):
 def _earlier_name(key: str) -> str:
     """Return the name of August 2026 of a setting that has another one since."""
     name = re.sub(r"^orchestrator\.train\.(?=group_size$|algo\.)", "orchestrator.", key)
-    return "orchestrator.train.env" if name == "orchestrator.train.source" else name
+    return {"orchestrator.train.source": "orchestrator.train.env", EPS: LOSS + "ipo_threshold"}.get(name, name)
 
 
 OVERRIDDEN = ("group_size", "rollouts_per_example", "sampling", "algo", "algorithms")
@@ -162,7 +164,10 @@ def _order(translation: Translation) -> None:
 
 
 def _loss(translation: Translation) -> None:
-    kind = translation.text(LOSS + "type")
+    threshold = translation.document.settings.get(LOSS + "ipo_threshold")
+    is_later = threshold is not None and threshold.key == EPS
+    is_stated = translation.has(LOSS + "type")
+    kind = "ipo" if is_later and not is_stated else translation.text(LOSS + "type")
     if kind not in ("default", "ipo"):
         translation.fail(
             LOSS + "type", "the losses here are default and ipo; give yours with --custom-policy-loss-function-path"
@@ -172,20 +177,24 @@ def _loss(translation: Translation) -> None:
     words = ("--policy-loss", "dppo_tv", "--dppo-tv-delta", high, "--use-rollout-logprobs")
     if kind == "ipo":
         why = "drops a token beyond the threshold in both directions there, in that of its advantage here"
-        translation.differ(LOSS + "type", why, *words, worst=0)
+        translation.differ(LOSS + ends[0], why, *words, worst=0)
     elif low != high:
         why = (
             f"the threshold is {low:g} for falling and {high:g} for rising probabilities there, {high:g} for both here"
         )
         translation.differ(LOSS + ends[0], why, *words, worst=0)
-    else:
+    elif is_stated or any(translation.has(LOSS + end) for end in ends):
         translation.carry(LOSS + ends[1], *words)
-    if weight := translation.number(LOSS + "kl_tau"):
+    else:
+        translation.differ(LOSS + "type", SINCE, *words, worst=0)
+    tau = LOSS + "kl_tau"
+    if weight := 0 if is_later and not translation.has(tau) else translation.number(tau):
         why = f"{weight:g} times the squared log-ratio of trainer and engine is a term of the loss there, and not here"
-        translation.differ(LOSS + "kl_tau", why, worst=0)
+        translation.differ(tau, why, worst=0)
     if (scale := translation.number(LOSS + "adv_tau")) != 1:
         translation.differ(LOSS + "adv_tau", f"advantages are multiplied by {scale:g} there", worst=0)
-    translation.take(LOSS + name for name in ("dppo_mask_low", "dppo_mask_high", "ipo_threshold", "adv_tau"))
+    names = ("type", "dppo_mask_low", "dppo_mask_high", "ipo_threshold", "kl_tau", "adv_tau")
+    translation.take(LOSS + name for name in names)
 
 
 def _optimizer(translation: Translation) -> None:

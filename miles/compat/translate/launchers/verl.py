@@ -5,6 +5,7 @@ import math
 from miles.base.flags import flag_name
 from miles.compat.translate.launchers.base import Launcher
 from miles.compat.translate.translation import (
+    REST,
     Document,
     ForeignObjective,
     Reduction,
@@ -36,6 +37,7 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 PROGRAMS = ("verl.trainer.main_ppo", "recipe.dapo.main_dapo", "recipe.dapo.src.main_dapo")
 FILES = tuple(f"/{program.replace('.', '/')}.py" for program in PROGRAMS)
 POLICY_LOSS = ACTOR + "policy_loss."
+WHOLE = "all of the answer, before the mean of the group is subtracted"
 FOLLOWS = "its mean follows loss_agg_mode there; a sample mean here"
 CLIPPED = ("vanilla", "gspo", "bypass_mode", "clip_cov")  # policy losses with --eps-clip and --eps-clip-high
 MEANS = ("token-mean", "seq-mean-token-mean")  # the modes in which a KL has the same mean here
@@ -332,8 +334,7 @@ def _policy(translation: Translation) -> None:
 def _clip(translation: Translation, end: str) -> float:
     """Return a bound: ``clip_ratio`` counts only where ``clip_ratio_low`` or ``_high`` is null."""
     key = f"{ACTOR}clip_ratio_{end}"
-    is_null = key in translation.document.settings and not translation.has(key)
-    return translation.number(ACTOR + "clip_ratio" if is_null else key)
+    return translation.number(ACTOR + "clip_ratio" if translation.is_null(key) else key)
 
 
 def _kl_in_loss(translation: Translation) -> None:
@@ -365,7 +366,8 @@ def _kl_in_rewards(translation: Translation) -> None:
         name = translation.text(penalty)
         if name not in KL_TYPES:
             translation.fail(penalty, f"is no estimator of the KL here; the kinds are {', '.join(KL_TYPES)}")
-        written = write_kl_in_rewards(translation, weight, translation.number(weight), KL_TYPES[name])
+        there = WHOLE if translation.text("algorithm.adv_estimator") == "reinforce_plus_plus_baseline" else REST
+        written = write_kl_in_rewards(translation, weight, translation.number(weight), KL_TYPES[name], there)
         if written and "--use-kl-loss" in translation.words and _mode(translation) not in MEANS:
             translation.differ(switch, "its sum over an answer's tokens is weighted there, its mean here", worst=1)
         if translation.text(control) not in ("fixed", "adaptive"):
