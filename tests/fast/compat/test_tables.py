@@ -53,6 +53,7 @@ IDLE = {
     "shares_gpus": "--offload --colocate",
     "evaluates_the_same_key": "--eval-reward-key acc --reward-key acc --custom-rm-path json:loads",
     "samples_teacher_tokens": "--opd-topk-per-position",
+    "centers_no_scores": "--score-centering-top-k 64",
     "has_no_advantages": "--disable-compute-advantages-and-returns --loss-type sft_loss",
     "has_adapter": "--use-lora --lora-rank 4",
     "has_no_adapter": "--experts-shared-outer-loras",

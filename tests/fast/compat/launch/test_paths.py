@@ -42,6 +42,32 @@ def test_their_default_is_our_default(accepted):
     assert settings.rollout.rollout_function_path is None
 
 
+THEIR_WEIGHTS = ["slime.backends.megatron_utils.loss", "miles.backends.training_utils.loss_hub.corrections"]
+
+
+@pytest.mark.parametrize("module", THEIR_WEIGHTS)
+@pytest.mark.parametrize(("name", "ours"), [("vanilla_tis_function", ""), ("icepop_function", "--tis-mode icepop")])
+def test_their_importance_weights_are_ours(accepted, module, name, ours):
+    flags = "--use-tis --tis-clip-low 0.5 --tis-clip 3"
+    read = accepted(f"{flags} --custom-tis-function-path {module}.{name}")
+    assert read.settings == accepted(f"{flags} {ours}").settings
+    assert any(note.written.startswith("--custom-tis-function-path") for note in read.accepted)
+
+
+@pytest.mark.parametrize(
+    ("flags", "bounds"),
+    [
+        ("--advantage-estimator cispo", "--ratio-min 0.8 --ratio-max 1.2"),
+        ("--advantage-estimator=cispo --eps-clip 1.0 --eps-clip-high 4", "--ratio-min 0 --ratio-max 5"),
+        ("--advantage-estimator cispo --eps-clip 10 --disable-grpo-std-normalization", "--ratio-min 0 --ratio-max 11"),
+    ],
+)
+def test_their_estimator_cispo_is_a_policy_loss_here(accepted, flags, bounds):
+    std = "--disable-grpo-std-normalization" * flags.endswith("std-normalization")
+    ours = accepted(f"--advantage-estimator grpo --policy-loss cispo {bounds} {std}")
+    assert accepted(flags).settings == ours.settings
+
+
 @pytest.mark.parametrize(
     "path",
     [
