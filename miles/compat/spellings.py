@@ -230,6 +230,7 @@ def _ends_with(path: str, *names: str) -> bool:
 ESTIMATOR = ("--advantage-estimator", "on_policy_distillation")
 CISPO = "cispo"  # an estimator there, whose advantages are those of grpo
 _EPS_CLIP = 0.2  # there
+_OF_ADAPTER = {"--lora-rank": "64", "--lora-alpha": "128"}  # defaults of slime's --use-lora
 CKPT_STEP = "--ckpt-step"
 OF_EVAL_SERVERS = "--eval-sglang-"
 # Defaults of related launchers for FSDP; here both backends have the same.
@@ -305,6 +306,16 @@ def read_cispo(line: Line) -> None:
         words = (flag, "grpo", "--policy-loss", CISPO, *bounds)
         line.drop(*ends)
         line.read_as(flag, " ".join(words), *words)
+
+
+def read_adapter(line: Line) -> None:
+    """Give slime's adapter its defaults there, and the run the adapter's optimizer: nothing else is trained."""
+    if "--use-lora" not in line:
+        return
+    words = [word for flag, value in _OF_ADAPTER.items() if flag not in line for word in (flag, value)]
+    rate, decay = (line.value(f"--lora-{name}") for name in ("learning-rate", "weight-decay"))
+    line.drop("--lora-learning-rate", "--lora-weight-decay", "--weight-decay", *(["--lr"] if rate else []))
+    line.words += [*words, "--weight-decay", decay or "0", *(["--lr", rate] if rate else [])]
 
 
 def _is_their_reward(path: str) -> bool:
@@ -602,6 +613,7 @@ def take_foreign(line: Line) -> None:
 READERS = (
     read_estimator,
     read_cispo,
+    read_adapter,
     read_values,
     read_eval_servers,
     take_foreign,

@@ -115,7 +115,6 @@ CONDITIONS: dict[str, Callable[[Settings, ForeignFlags], bool]] = {
     "samples_teacher_tokens": lambda s, command: str(command.get("--opd-log-prob-top-k", "0")) == "0",
     "centers_no_scores": lambda s, command: "--use-score-centering" not in command,
     "has_no_advantages": lambda s, command: not s.loss.type.uses_advantages,
-    "has_adapter": lambda s, command: s.lora.trains_adapter,
     "has_no_adapter": lambda s, command: not s.lora.trains_adapter,
     "flushes_cache": lambda s, command: not s.sglang.keeps_cache,
     "trains_what_generated": _trains_what_generated,

@@ -55,7 +55,6 @@ IDLE = {
     "samples_teacher_tokens": "--opd-topk-per-position",
     "centers_no_scores": "--score-centering-top-k 64",
     "has_no_advantages": "--disable-compute-advantages-and-returns --loss-type sft_loss",
-    "has_adapter": "--use-lora --lora-rank 4",
     "has_no_adapter": "--experts-shared-outer-loras",
     "flushes_cache": "--namespaced-radix-cache",
     "trains_what_generated": "--keep-old-actor",

@@ -10,6 +10,7 @@ from miles.base.user_code import load_function
 from miles.compat.spellings import FLAGS_INSTEAD, KNOWN
 from miles.config.explain import explain
 from miles.config.functions import HOOKS
+from miles.config.notes import READ_AS
 from miles.config.settings import SECTIONS
 from tests.fast.support.rows import rows
 
@@ -66,6 +67,23 @@ def test_their_estimator_cispo_is_a_policy_loss_here(accepted, flags, bounds):
     std = "--disable-grpo-std-normalization" * flags.endswith("std-normalization")
     ours = accepted(f"--advantage-estimator grpo --policy-loss cispo {bounds} {std}")
     assert accepted(flags).settings == ours.settings
+
+
+@pytest.mark.parametrize(
+    ("flags", "ours"),
+    [
+        ("--weight-decay 0.1", "--lora-rank 64 --lora-alpha 128 --weight-decay 0"),
+        (
+            "--lora-rank 8 --lr 1e-6 --lora-learning-rate 1e-5 --lora-weight-decay 0.1",
+            "--lora-rank 8 --lora-alpha 128 --lr 1e-5 --weight-decay 0.1",
+        ),
+        ("--lora-rank 8 --lora-alpha 16 --lora-bias none", "--lora-rank 8 --lora-alpha 16 --weight-decay 0"),
+    ],
+)
+def test_the_adapter_of_slime_has_its_defaults(accepted, flags, ours):
+    read = accepted(f"--train-backend fsdp --use-lora {flags}")
+    assert read.settings == accepted(f"--train-backend fsdp {ours}").settings
+    assert any(note.written == "--use-lora" and note.heading == READ_AS for note in read.accepted)
 
 
 @pytest.mark.parametrize(
