@@ -22,6 +22,7 @@ LOSS = "trainer.loss."
 EPS = LOSS + "eps"  # of releases whose default is ipo, without kl_tau
 SINCE = "since September 2026 the default is ipo with eps 0.3 and kl_tau 0: give them if the run is of such a release"
 _OF_ONE_PROCESS = re.compile(r"(optim|loss|scheduler|sampling|batch_size|group_size|rollouts_per_example)(\.|$)")
+REPLAYED = ("orchestrator.train.sampling.top_p", "orchestrator.train.sampling.top_k")
 STEPS = ("max_steps", "trainer.max_steps", "orchestrator.max_steps")
 
 
@@ -44,7 +45,8 @@ class PrimeRl(Launcher):
         settings |= _of_environments(translation.document, settings)
         translation.document = replace(translation.document, settings=settings)
         parts = (_model, _batch, _lengths, _sampling, _async, _advantages, _loss, _optimizer, _schedule, _adapter)
-        for part in (*parts, _order, apply, write_support):
+        replays = any(map(translation.has, REPLAYED))  # the trainer keeps the tokens that the engine kept
+        for part in (*parts, _order, apply, *([] if replays else [write_support])):
             translation.attempt(part)
         return translation.attempt(_objective)
 
@@ -157,16 +159,25 @@ def _advantages(translation: Translation) -> None:
 
 
 def _order(translation: Translation) -> None:
-    why = "rollouts of advantage 0 are not trained on and not counted there (post_batch_filters)"
-    if not translation.has("orchestrator.post_batch_filters"):
-        translation.differ("orchestrator.post_batch_filters", why, "--drop-zero-std-groups")
+    filters, constant = "orchestrator.post_batch_filters", "orchestrator.constant_trainer_batch_size"
+    others = ("--dynamic-sampling-filter-path", "miles.rollout.filters:check_reward_nonzero_std")
+    if translation.has(constant) or _is_later(translation):
+        translation.carry(constant, *(others if translation.switch(constant, True) else ["--drop-zero-std-groups"]))
+    elif not translation.has(filters):
+        why = "rollouts of advantage 0 are not trained on and not counted there (post_batch_filters); "
+        why += f"since September 2026 others are generated in their place: {others[0]}"
+        translation.differ(filters, why, "--drop-zero-std-groups")
     translation.carry("the order and the template of the prompts", "--rollout-shuffle", "--apply-chat-template")
 
 
-def _loss(translation: Translation) -> None:
+def _is_later(translation: Translation) -> bool:
+    """Return whether the file is one of a release since September 2026, by the name of the threshold of ipo."""
     threshold = translation.document.settings.get(LOSS + "ipo_threshold")
-    is_later = threshold is not None and threshold.key == EPS
-    is_stated = translation.has(LOSS + "type")
+    return threshold is not None and threshold.key == EPS
+
+
+def _loss(translation: Translation) -> None:
+    is_later, is_stated = _is_later(translation), translation.has(LOSS + "type")
     kind = "ipo" if is_later and not is_stated else translation.text(LOSS + "type")
     if kind not in ("default", "ipo"):
         translation.fail(

@@ -986,7 +986,15 @@ RIGHT = [
         "--eval-interval=5 --skip-eval-before-train --eval-temperature=0.6",
         "",
     ),
-    ("a.toml", f"{PRIME}trainer.loss.eps = 0.3\n", "--policy-loss=dppo_tv --dppo-tv-delta=0.3", ""),
+    (
+        "a.toml",
+        f"{PRIME}trainer.loss.eps = 0.3\n",
+        "--policy-loss=dppo_tv --dppo-tv-delta=0.3 "
+        "--dynamic-sampling-filter-path=miles.rollout.filters:check_reward_nonzero_std",
+        "--drop-zero-std-groups",
+    ),
+    ("a.toml", f"{PRIME}orchestrator.constant_trainer_batch_size = false\n", "--drop-zero-std-groups", ""),
+    ("a.toml", f"{PRIME}orchestrator.train.sampling.top_p = 0.9\n", "--rollout-top-p=0.9", "--no-support-replay"),
     ("a.toml", "[orchestrator]\ngroup_size = 8\n", "--global-batch-size=128 --rollout-batch-size=16", ""),
     (
         "a.toml",
