@@ -799,6 +799,13 @@ def write_warmup(translation: Translation, key: str, steps: float, each: int) ->
         translation.carry(key, *words)
 
 
+def write_steps(translation: Translation, steps: str, epochs: str) -> None:
+    """Record a number of iterations: a run ends there after a number of passes over the prompts too."""
+    why = f"ends after this number of passes over the prompts there, if that comes first: {translation.count(epochs)}"
+    translation.differ(steps, why, "--num-rollout", translation.count(steps))
+    translation.take([epochs])
+
+
 def write_support(translation: Translation) -> None:
     """Record that log-probs are over the whole vocabulary there, if sampling keeps fewer tokens."""
     values = {flag: values[0] for flag, *values in translation.groups if values}

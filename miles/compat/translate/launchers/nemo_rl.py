@@ -17,6 +17,7 @@ from miles.compat.translate.translation import (
     write_estimator,
     write_images,
     write_kl_in_rewards,
+    write_steps,
     write_template,
     write_warmup,
 )
@@ -56,11 +57,8 @@ def _end(translation: Translation) -> None:
     steps = translation.count(key)
     if steps >= ENDLESS:
         translation.carry(epochs, "--num-epoch", translation.count(epochs))
-    elif translation.has(epochs):
-        why = f"ends after {translation.count(epochs)} passes over the prompts there, if that comes first"
-        translation.differ(key, why, "--num-rollout", steps)
     else:
-        translation.carry(key, "--num-rollout", steps)
+        write_steps(translation, key, epochs)
     translation.take([epochs])
 
 

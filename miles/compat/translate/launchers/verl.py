@@ -25,6 +25,7 @@ from miles.compat.translate.translation import (
     write_images,
     write_kl_in_rewards,
     write_sets,
+    write_steps,
     write_support,
     write_template,
     write_warmup,
@@ -161,8 +162,7 @@ def _tokens(translation: Translation) -> None:
 def _end(translation: Translation) -> None:
     steps, epochs = "trainer.total_training_steps", "trainer.total_epochs"
     if translation.has(steps):
-        translation.carry(steps, "--num-rollout", translation.count(steps))
-        translation.idle([epochs], "total_training_steps takes precedence")
+        write_steps(translation, steps, epochs)
     else:
         translation.carry(epochs, "--num-epoch", translation.count(epochs))
 
@@ -251,6 +251,10 @@ def _estimator(translation: Translation) -> None:
 
 def _critic(translation: Translation) -> None:
     if translation.text("algorithm.adv_estimator") == "gae":
+        alone = "trainer.critic_warmup"  # the policy is trained from the iteration of this number, the first being 1
+        if translation.number(alone) > 1:
+            translation.carry(alone, "--num-critic-only-steps", translation.number(alone) - 1)
+        translation.take([alone])
         model = "critic.model.path"
         if translation.has(model) and translation.raw(model) == translation.raw("actor_rollout_ref.model.path"):
             translation.take([model])
