@@ -77,7 +77,14 @@ ZERO_REWARD = "miles.tasks.rewards.built_in.zero:zero"
 _FUNCTIONS = table("functions")["function"]
 # (flag, function elsewhere without the name of its package) -> ours; None is the run's behaviour without the flag.
 KNOWN: dict[tuple[str, str], str | None] = {
-    (row["flag"], there): row.get("here") for row in _FUNCTIONS if "flags" not in row for there in row["there"]
+    (row["flag"], there): row.get("here")
+    for row in _FUNCTIONS
+    if not {"flags", "words"} & row.keys()
+    for there in row["there"]
+}
+# The same, for functions that become flags -> those.
+BECOME_FLAGS: dict[tuple[str, str], str] = {
+    (row["flag"], there): row["words"] for row in _FUNCTIONS if "words" in row for there in row["there"]
 }
 # The same, for functions whose work is done by flags here -> what to do.
 FLAGS_INSTEAD: dict[tuple[str, str], str] = {
@@ -114,6 +121,8 @@ def read_functions(line: Line) -> None:
             line.read_as(flag, " ".join(ahead), *ahead)
         elif flag == "--custom-pg-loss-reducer-function-path" and _CONSTANT_REDUCER.fullmatch(path):
             _read_constant_reducer(line, flag, path)
+        elif (words := BECOME_FLAGS.get((flag, _tail(path)))) is not None:
+            line.read_as(flag, words, *words.split())
         elif is_known:
             line.read_as(flag, ours or "what the run does without it", *((flag, ours) if ours else ()))
         elif flag == "--dynamic-sampling-filter-path" and "--rollout-function-path" in line:
@@ -219,6 +228,9 @@ def _ends_with(path: str, *names: str) -> bool:
 
 
 ESTIMATOR = ("--advantage-estimator", "on_policy_distillation")
+CISPO = "cispo"  # an estimator there, whose advantages are those of grpo
+_EPS_CLIP = 0.2  # there
+_OF_ADAPTER = {"--lora-rank": "64", "--lora-alpha": "128"}  # defaults of slime's --use-lora
 CKPT_STEP = "--ckpt-step"
 OF_EVAL_SERVERS = "--eval-sglang-"
 # Defaults of related launchers for FSDP; here both backends have the same.
@@ -279,6 +291,31 @@ def read_estimator(line: Line) -> None:
     if line.value(flag) == name and has_zero_rewards and weighs_one:
         why = "--use-opd: advantages come from the teacher alone, since the rewards are 0"
         line.read_as(flag, why, "--use-opd")
+
+
+def read_cispo(line: Line) -> None:
+    """Read their estimator cispo as GRPO's advantages with that policy loss, whose bounds are absolute here."""
+    flag, ends = ESTIMATOR[0], ("--eps-clip", "--eps-clip-high")
+    if line.value(flag) != CISPO or "--policy-loss" in line:
+        return
+    low, high = (line.value(end) for end in ends)
+    with suppress(ValueError):  # the parser reports it
+        below = float(_EPS_CLIP if low is None else low)
+        above = below if high is None else float(high)
+        bounds = ("--ratio-min", f"{max(1 - below, 0):.12g}", "--ratio-max", f"{1 + above:.12g}")
+        words = (flag, "grpo", "--policy-loss", CISPO, *bounds)
+        line.drop(*ends)
+        line.read_as(flag, " ".join(words), *words)
+
+
+def read_adapter(line: Line) -> None:
+    """Give slime's adapter its defaults there, and the run the adapter's optimizer: nothing else is trained."""
+    if "--use-lora" not in line:
+        return
+    words = [word for flag, value in _OF_ADAPTER.items() if flag not in line for word in (flag, value)]
+    rate, decay = (line.value(f"--lora-{name}") for name in ("learning-rate", "weight-decay"))
+    line.drop("--lora-learning-rate", "--lora-weight-decay", "--weight-decay", *(["--lr"] if rate else []))
+    line.words += [*words, "--weight-decay", decay or "0", *(["--lr", rate] if rate else [])]
 
 
 def _is_their_reward(path: str) -> bool:
@@ -575,6 +612,8 @@ def take_foreign(line: Line) -> None:
 # In this order: a reader sees the words that the readers before it have left.
 READERS = (
     read_estimator,
+    read_cispo,
+    read_adapter,
     read_values,
     read_eval_servers,
     take_foreign,

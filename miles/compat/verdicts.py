@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 from miles.base.flags import Errors
 from miles.config.checkpoint import first_iteration
 from miles.config.model import readable_config
-from miles.config.notes import NO_EFFECT, SAME, Note, written
+from miles.config.notes import NO_EFFECT, READ_AS, SAME, Note, written
 from miles.config.settings import Settings
 from miles.tasks.environments.built_in.tool_calls import ENVIRONMENT
 
@@ -49,7 +49,7 @@ class Foreign:
     def verdict(self) -> str:
         """What happens to the flag, in the words of the page of launch scripts."""
         if self.heading is not None:
-            return "noted"
+            return "obeyed" if self.heading == READ_AS else "noted"
         return "noted or refused" if self.neutral or self.unless is not None else "refused"
 
     def judge(self, value: Any, settings: Settings, command: ForeignFlags, errors: Errors) -> Note | None:
@@ -113,8 +113,8 @@ CONDITIONS: dict[str, Callable[[Settings, ForeignFlags], bool]] = {
     "shares_gpus": lambda s, command: s.cluster.colocate,
     "evaluates_the_same_key": lambda s, command: str(command["--eval-reward-key"]) == s.reward.reward_key,
     "samples_teacher_tokens": lambda s, command: str(command.get("--opd-log-prob-top-k", "0")) == "0",
+    "centers_no_scores": lambda s, command: "--use-score-centering" not in command,
     "has_no_advantages": lambda s, command: not s.loss.type.uses_advantages,
-    "has_adapter": lambda s, command: s.lora.trains_adapter,
     "has_no_adapter": lambda s, command: not s.lora.trains_adapter,
     "flushes_cache": lambda s, command: not s.sglang.keeps_cache,
     "trains_what_generated": _trains_what_generated,

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 from miles.base.flags import flag_name
 from miles.compat.spellings import (
+    BECOME_FLAGS,
+    CISPO,
     CKPT_STEP,
     CONSTANT_OF_REDUCER,
     ESTIMATOR,
@@ -223,6 +225,8 @@ def _read_otherwise() -> Iterator[str]:
     )
     why = "with rewards of 0 the advantages come from the teacher alone; refused with other rewards"
     yield f"| `{' '.join(ESTIMATOR)}` | `--use-opd` | {why} |"
+    bounds = f"`--advantage-estimator grpo --policy-loss {CISPO} --ratio-min … --ratio-max …`"
+    yield f"| `{ESTIMATOR[0]} {CISPO}` | {bounds} | 1 - `--eps-clip` and 1 + `--eps-clip-high`, as absolute bounds |"
     yield ""
 
 
@@ -231,6 +235,8 @@ def _functions() -> Iterator[str]:
     yield from ("| flag | function there | here |", "|---|---|---|")
     for (flag, path), ours in KNOWN.items():
         yield f"| `{flag}` | `{path}` | {f'`{ours}`' if ours else 'as without the flag'} |"
+    for (flag, path), words in BECOME_FLAGS.items():
+        yield f"| `{flag}` | `{path}` | `{words}` |"
     ahead = ", ".join(f"`{name}`" for name in FULLY_ASYNC)
     yield f"| `--rollout-function-path` | {ahead} | `--fully-async --async-steps 1` |"
     constant = f"`--loss-aggregation constant --loss-aggregation-divisor {CONSTANT_OF_REDUCER:g}`"

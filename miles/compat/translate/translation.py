@@ -461,6 +461,10 @@ class Translation:
         setting = self.document.settings.get(key)
         return setting is not None and setting.value is not None
 
+    def is_null(self, key: str) -> bool:
+        """Return whether the file sets ``key`` to null."""
+        return key in self.document.settings and not self.has(key)
+
     def first(self, *keys: str) -> str:
         """Return the first of the names that the file sets, or else the first."""
         return next(filter(self.has, keys), keys[0])
@@ -592,9 +596,11 @@ class Translation:
         for key, setting in self.document.settings.items():
             row = self.table.row(key)
             plain = (row.default, *row.neutral, None)
+            is_empty = setting.value == {} and any(name.startswith(f"{key}.") for name in self.table.rows)
             if (
                 key not in self._taken | self._read
                 and row.learning
+                and not is_empty
                 and not any(same(setting.value, value) for value in plain)
             ):
                 settings.append(setting)
@@ -793,6 +799,13 @@ def write_warmup(translation: Translation, key: str, steps: float, each: int) ->
         translation.carry(key, *words)
 
 
+def write_steps(translation: Translation, steps: str, epochs: str) -> None:
+    """Record a number of iterations: a run ends there after a number of passes over the prompts too."""
+    why = f"ends after this number of passes over the prompts there, if that comes first: {translation.count(epochs)}"
+    translation.differ(steps, why, "--num-rollout", translation.count(steps))
+    translation.take([epochs])
+
+
 def write_support(translation: Translation) -> None:
     """Record that log-probs are over the whole vocabulary there, if sampling keeps fewer tokens."""
     values = {flag: values[0] for flag, *values in translation.groups if values}
@@ -825,11 +838,22 @@ def write_estimator(translation: Translation, key: str, *words: object) -> None:
         translation.carry(key, *words)
 
 
-def write_kl_in_rewards(translation: Translation, key: str, coefficient: float, kind: str) -> bool:
+REST = "its own and of those after it"  # the tokens whose KL is subtracted from the advantage of a token
+OWN = "its own alone"
+
+
+def write_kl_in_rewards(translation: Translation, key: str, coefficient: float, kind: str, there: str = REST) -> bool:
     """Record a KL that is subtracted from rewards there, in the loss if the estimator here does not read it.
 
     The gradient of a KL in rewards is the gradient of the KL itself. As a term of the loss k1 has none, k3 another one,
     and k2 that one (docs/objectives.md).
+
+    Args:
+        translation: The translation.
+        key: The setting of its weight.
+        coefficient: The weight.
+        kind: The estimator of the KL.
+        there: The tokens whose KL the advantage of a token has there.
 
     Returns:
         Whether it became flags: it does not if the loss has a KL already.
@@ -840,7 +864,13 @@ def write_kl_in_rewards(translation: Translation, key: str, coefficient: float, 
         translation.miss(key, "subtracted from rewards there; the loss has a KL too, and the flags here are for one")
         return False
     elif "kl_coef" in ESTIMATORS[name].reads:
-        translation.carry(key, "--kl-coef", coefficient, "--kl-loss-type", kind)
+        here = REST if ESTIMATORS[name].reward_at_last_token else OWN
+        flags = ("--kl-coef", coefficient, "--kl-loss-type", kind)
+        if there == here:
+            translation.carry(key, *flags)
+        else:
+            why = f"a token's advantage has the KL of these tokens there: {there}; and here: {here}"
+            translation.differ(key, why, *flags, worst=1)
     else:
         why = f"subtracted from rewards there, which {name} does not do here: a term of the loss with a KL's gradient"
         if "--disable-grpo-std-normalization" not in words and name.startswith("grpo"):

@@ -25,10 +25,10 @@ def test_a_value_of_another_trainer_is_refused_with_ours(refusals, words, instea
 
 
 def test_a_file_of_settings_may_hold_what_other_launchers_name(tmp_path):
-    (tmp_path / "run.yaml").write_text("log_interval: 3\nnum_generations: 8\nuse_lora: true\n")
+    (tmp_path / "run.yaml").write_text("log_interval: 3\nnum_generations: 8\nuse_mopd: true\n")
     with pytest.raises(FlagError) as caught:
         judge(read_command(["--config", str(tmp_path / "run.yaml"), *minimal()]))
-    assert [message.split(":")[0] for message in caught.value.messages] == ["--num-generations", "--use-lora"]
+    assert [message.split(":")[0] for message in caught.value.messages] == ["--num-generations", "--use-mopd"]
     assert all(f"run.yaml:{line}" in text for line, text in zip((2, 3), caught.value.messages, strict=True))
 
 

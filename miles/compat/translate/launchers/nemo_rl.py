@@ -5,6 +5,8 @@ from dataclasses import replace
 
 from miles.compat.translate.launchers.base import Launcher
 from miles.compat.translate.translation import (
+    OWN,
+    REST,
     Document,
     ForeignObjective,
     Translation,
@@ -15,6 +17,7 @@ from miles.compat.translate.translation import (
     write_estimator,
     write_images,
     write_kl_in_rewards,
+    write_steps,
     write_template,
     write_warmup,
 )
@@ -54,11 +57,8 @@ def _end(translation: Translation) -> None:
     steps = translation.count(key)
     if steps >= ENDLESS:
         translation.carry(epochs, "--num-epoch", translation.count(epochs))
-    elif translation.has(epochs):
-        why = f"ends after {translation.count(epochs)} passes over the prompts there, if that comes first"
-        translation.differ(key, why, "--num-rollout", steps)
     else:
-        translation.carry(key, "--num-rollout", steps)
+        write_steps(translation, key, epochs)
     translation.take([epochs])
 
 
@@ -332,18 +332,25 @@ def _policy(translation: Translation) -> None:
 
 def _kl(translation: Translation) -> None:
     weight, kind = "loss_fn.reference_policy_kl_penalty", "loss_fn.reference_policy_kl_type"
-    clamps = ("loss_fn.kl_input_clamp_value", "loss_fn.kl_output_clamp_value")
+    clamps = {"inputs": "loss_fn.kl_input_clamp_value", "values": "loss_fn.kl_output_clamp_value"}
     coefficient, name = translation.number(weight), translation.text(kind)
-    by_ratio = "loss_fn.use_on_policy_kl_approximation"
+    by_engine = "loss_fn.use_on_policy_kl_approximation"
+    estimator = translation.text("grpo.adv_estimator.name")
     if coefficient and translation.switch("loss_fn.use_kl_in_reward"):
-        write_kl_in_rewards(translation, weight, coefficient, name)
+        if estimator in ("grpo", "gdpo"):
+            translation.idle([weight], f"no part of the loss with use_kl_in_reward, and {estimator} does not read it")
+        else:
+            there = OWN if estimator == "reinforce_plus_plus" else REST
+            write_kl_in_rewards(translation, weight, coefficient, name, there)
     elif coefficient:
-        inputs, values = map(translation.number, clamps)
-        why = f"its inputs are clamped to {inputs:g} and its values to {values:g} there"
-        words: list[object] = ["--use-kl-loss", "--kl-loss-coef", coefficient, "--kl-loss-type", name]
-        words += ["--use-unbiased-kl"] if translation.switch(by_ratio) else []
+        ratio = "the ratio to the engine" if translation.switch(by_engine) else "1"
+        why = f"weighted by {ratio} there, by the ratio to the old policy here; before PR 2506 (May 2026) that weight "
+        why += "has no gradient there: drop --use-unbiased-kl for such a release"
+        for part, key in clamps.items():
+            why += "" if translation.is_null(key) else f"; its {part} are clamped to {translation.number(key):g} there"
+        words = ("--use-kl-loss", "--kl-loss-coef", coefficient, "--kl-loss-type", name, "--use-unbiased-kl")
         translation.differ(weight, why, *words)
-    translation.take([kind, "loss_fn.use_kl_in_reward", by_ratio, *clamps])
+    translation.take([kind, "loss_fn.use_kl_in_reward", by_engine, *clamps.values()])
 
 
 def _correction(translation: Translation) -> None:
@@ -361,7 +368,7 @@ def _correction(translation: Translation) -> None:
             words += ["--tis-clip", 1e6, "--use-rs", "--rs-level", "geometric"]
             words += ["--rs-lower-bound", bottom, "--rs-upper-bound", top]
         else:
-            words += ["--tis-clip", top, *(["--tis-clip-low", bottom] if bottom and name == "icepop" else [])]
+            words += ["--tis-clip", top, *(["--tis-clip-low", bottom] if bottom and name != "none" else [])]
         translation.carry(key, *words)
     translation.take([kind, high, low])
 

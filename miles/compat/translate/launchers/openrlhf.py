@@ -179,6 +179,9 @@ def _estimator(translation: Translation) -> None:
 def _critic(translation: Translation) -> None:
     if translation.text("--algo.advantage.estimator") != "gae":
         return
+    alone = "--critic.freezing_steps"  # the last iteration without the policy, the first being 0
+    if translation.number(alone) >= 0:
+        translation.carry(alone, "--num-critic-only-steps", translation.number(alone) + 1)
     model, scorer = "--critic.model_name_or_path", "--reward.model_name_or_path"
     if translation.has(scorer) and not (translation.has(model) or translation.has("--reward.remote_url")):
         translation.differ(model, "the critic starts from the reward model there, from the policy's model here")
@@ -318,7 +321,7 @@ def _evaluation(translation: Translation) -> None:
     if translation.number(steps) > 0 and translation.has(files):
         names = [prompts_of(translation, files, name.strip()) for name in translation.text(files).split(",")]
         translation.carry(files, "--eval-prompt-data", *named_sets("eval", names))
-        translation.carry(steps, "--eval-interval", translation.number(steps))
+        translation.carry(steps, "--eval-interval", translation.number(steps), "--skip-eval-before-train")
     else:
         translation.take(key for key in translation.table.rows if key.startswith("--eval."))
     translation.take([steps, files])

@@ -19,7 +19,10 @@ from miles.compat.translate.translation import (
 
 OLD_SOURCE = "prime-rl d5106a4, src/prime_rl/trainer/rl/train.py"
 LOSS = "trainer.loss."
+EPS = LOSS + "eps"  # of releases whose default is ipo, without kl_tau
+SINCE = "since September 2026 the default is ipo with eps 0.3 and kl_tau 0: give them if the run is of such a release"
 _OF_ONE_PROCESS = re.compile(r"(optim|loss|scheduler|sampling|batch_size|group_size|rollouts_per_example)(\.|$)")
+REPLAYED = ("orchestrator.train.sampling.top_p", "orchestrator.train.sampling.top_k")
 STEPS = ("max_steps", "trainer.max_steps", "orchestrator.max_steps")
 
 
@@ -42,7 +45,8 @@ class PrimeRl(Launcher):
         settings |= _of_environments(translation.document, settings)
         translation.document = replace(translation.document, settings=settings)
         parts = (_model, _batch, _lengths, _sampling, _async, _advantages, _loss, _optimizer, _schedule, _adapter)
-        for part in (*parts, _order, apply, write_support):
+        replays = any(map(translation.has, REPLAYED))  # the trainer keeps the tokens that the engine kept
+        for part in (*parts, _order, apply, *([] if replays else [write_support])):
             translation.attempt(part)
         return translation.attempt(_objective)
 
@@ -50,7 +54,7 @@ class PrimeRl(Launcher):
 def _earlier_name(key: str) -> str:
     """Return the name of August 2026 of a setting that has another one since."""
     name = re.sub(r"^orchestrator\.train\.(?=group_size$|algo\.)", "orchestrator.", key)
-    return "orchestrator.train.env" if name == "orchestrator.train.source" else name
+    return {"orchestrator.train.source": "orchestrator.train.env", EPS: LOSS + "ipo_threshold"}.get(name, name)
 
 
 OVERRIDDEN = ("group_size", "rollouts_per_example", "sampling", "algo", "algorithms")
@@ -155,14 +159,26 @@ def _advantages(translation: Translation) -> None:
 
 
 def _order(translation: Translation) -> None:
-    why = "rollouts of advantage 0 are not trained on and not counted there (post_batch_filters)"
-    if not translation.has("orchestrator.post_batch_filters"):
-        translation.differ("orchestrator.post_batch_filters", why, "--drop-zero-std-groups")
+    filters, constant = "orchestrator.post_batch_filters", "orchestrator.constant_trainer_batch_size"
+    others = ("--dynamic-sampling-filter-path", "miles.rollout.filters:check_reward_nonzero_std")
+    if translation.has(constant) or _is_later(translation):
+        translation.carry(constant, *(others if translation.switch(constant, True) else ["--drop-zero-std-groups"]))
+    elif not translation.has(filters):
+        why = "rollouts of advantage 0 are not trained on and not counted there (post_batch_filters); "
+        why += f"since September 2026 others are generated in their place: {others[0]}"
+        translation.differ(filters, why, "--drop-zero-std-groups")
     translation.carry("the order and the template of the prompts", "--rollout-shuffle", "--apply-chat-template")
 
 
+def _is_later(translation: Translation) -> bool:
+    """Return whether the file is one of a release since September 2026, by the name of the threshold of ipo."""
+    threshold = translation.document.settings.get(LOSS + "ipo_threshold")
+    return threshold is not None and threshold.key == EPS
+
+
 def _loss(translation: Translation) -> None:
-    kind = translation.text(LOSS + "type")
+    is_later, is_stated = _is_later(translation), translation.has(LOSS + "type")
+    kind = "ipo" if is_later and not is_stated else translation.text(LOSS + "type")
     if kind not in ("default", "ipo"):
         translation.fail(
             LOSS + "type", "the losses here are default and ipo; give yours with --custom-policy-loss-function-path"
@@ -172,20 +188,24 @@ def _loss(translation: Translation) -> None:
     words = ("--policy-loss", "dppo_tv", "--dppo-tv-delta", high, "--use-rollout-logprobs")
     if kind == "ipo":
         why = "drops a token beyond the threshold in both directions there, in that of its advantage here"
-        translation.differ(LOSS + "type", why, *words, worst=0)
+        translation.differ(LOSS + ends[0], why, *words, worst=0)
     elif low != high:
         why = (
             f"the threshold is {low:g} for falling and {high:g} for rising probabilities there, {high:g} for both here"
         )
         translation.differ(LOSS + ends[0], why, *words, worst=0)
-    else:
+    elif is_stated or any(translation.has(LOSS + end) for end in ends):
         translation.carry(LOSS + ends[1], *words)
-    if weight := translation.number(LOSS + "kl_tau"):
+    else:
+        translation.differ(LOSS + "type", SINCE, *words, worst=0)
+    tau = LOSS + "kl_tau"
+    if weight := 0 if is_later and not translation.has(tau) else translation.number(tau):
         why = f"{weight:g} times the squared log-ratio of trainer and engine is a term of the loss there, and not here"
-        translation.differ(LOSS + "kl_tau", why, worst=0)
+        translation.differ(tau, why, worst=0)
     if (scale := translation.number(LOSS + "adv_tau")) != 1:
         translation.differ(LOSS + "adv_tau", f"advantages are multiplied by {scale:g} there", worst=0)
-    translation.take(LOSS + name for name in ("dppo_mask_low", "dppo_mask_high", "ipo_threshold", "adv_tau"))
+    names = ("type", "dppo_mask_low", "dppo_mask_high", "ipo_threshold", "kl_tau", "adv_tau")
+    translation.take(LOSS + name for name in names)
 
 
 def _optimizer(translation: Translation) -> None:

@@ -341,7 +341,7 @@ def _correction(translation: Translation) -> None:
         words = ["--use-tis", "--tis-level", level, "--tis-mode", "icepop" if kind == "mask" else "truncate"]
         translation.carry(mode, *words)
         bound = cap if translation.has(cap) else high  # the earlier name of the bound
-        if bound in translation.document.settings and not translation.has(bound):
+        if translation.is_null(bound):
             translation.miss(bound, "the weight always has an upper bound here (--tis-clip)")
         else:
             translation.carry(bound, "--tis-clip", translation.number(bound))

@@ -5,6 +5,7 @@ import math
 from miles.base.flags import flag_name
 from miles.compat.translate.launchers.base import Launcher
 from miles.compat.translate.translation import (
+    REST,
     Document,
     ForeignObjective,
     Reduction,
@@ -24,6 +25,7 @@ from miles.compat.translate.translation import (
     write_images,
     write_kl_in_rewards,
     write_sets,
+    write_steps,
     write_support,
     write_template,
     write_warmup,
@@ -36,6 +38,7 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 PROGRAMS = ("verl.trainer.main_ppo", "recipe.dapo.main_dapo", "recipe.dapo.src.main_dapo")
 FILES = tuple(f"/{program.replace('.', '/')}.py" for program in PROGRAMS)
 POLICY_LOSS = ACTOR + "policy_loss."
+WHOLE = "all of the answer, before the mean of the group is subtracted"
 FOLLOWS = "its mean follows loss_agg_mode there; a sample mean here"
 CLIPPED = ("vanilla", "gspo", "bypass_mode", "clip_cov")  # policy losses with --eps-clip and --eps-clip-high
 MEANS = ("token-mean", "seq-mean-token-mean")  # the modes in which a KL has the same mean here
@@ -159,8 +162,7 @@ def _tokens(translation: Translation) -> None:
 def _end(translation: Translation) -> None:
     steps, epochs = "trainer.total_training_steps", "trainer.total_epochs"
     if translation.has(steps):
-        translation.carry(steps, "--num-rollout", translation.count(steps))
-        translation.idle([epochs], "total_training_steps takes precedence")
+        write_steps(translation, steps, epochs)
     else:
         translation.carry(epochs, "--num-epoch", translation.count(epochs))
 
@@ -249,6 +251,10 @@ def _estimator(translation: Translation) -> None:
 
 def _critic(translation: Translation) -> None:
     if translation.text("algorithm.adv_estimator") == "gae":
+        alone = "trainer.critic_warmup"  # the policy is trained from the iteration of this number, the first being 1
+        if translation.number(alone) > 1:
+            translation.carry(alone, "--num-critic-only-steps", translation.number(alone) - 1)
+        translation.take([alone])
         model = "critic.model.path"
         if translation.has(model) and translation.raw(model) == translation.raw("actor_rollout_ref.model.path"):
             translation.take([model])
@@ -332,8 +338,7 @@ def _policy(translation: Translation) -> None:
 def _clip(translation: Translation, end: str) -> float:
     """Return a bound: ``clip_ratio`` counts only where ``clip_ratio_low`` or ``_high`` is null."""
     key = f"{ACTOR}clip_ratio_{end}"
-    is_null = key in translation.document.settings and not translation.has(key)
-    return translation.number(ACTOR + "clip_ratio" if is_null else key)
+    return translation.number(ACTOR + "clip_ratio" if translation.is_null(key) else key)
 
 
 def _kl_in_loss(translation: Translation) -> None:
@@ -365,7 +370,8 @@ def _kl_in_rewards(translation: Translation) -> None:
         name = translation.text(penalty)
         if name not in KL_TYPES:
             translation.fail(penalty, f"is no estimator of the KL here; the kinds are {', '.join(KL_TYPES)}")
-        written = write_kl_in_rewards(translation, weight, translation.number(weight), KL_TYPES[name])
+        there = WHOLE if translation.text("algorithm.adv_estimator") == "reinforce_plus_plus_baseline" else REST
+        written = write_kl_in_rewards(translation, weight, translation.number(weight), KL_TYPES[name], there)
         if written and "--use-kl-loss" in translation.words and _mode(translation) not in MEANS:
             translation.differ(switch, "its sum over an answer's tokens is weighted there, its mean here", worst=1)
         if translation.text(control) not in ("fixed", "adaptive"):

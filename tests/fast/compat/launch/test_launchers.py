@@ -122,7 +122,7 @@ def test_functions_between_run_and_engines_are_refused(refusals):
 
 @pytest.mark.parametrize(
     "flags",
-    ["--use-lora", "--lora-target-preset moe", "--lora-learning-rate 1e-4", "--lora-weight-decay 0", "--lora-load a"],
+    ["--lora-target-preset moe", "--lora-learning-rate 1e-4", "--lora-weight-decay 0", "--lora-load a"],
 )
 def test_flags_of_another_adapter_say_what_to_give(refusals, flags):
     [message] = refusals(flags)

@@ -10,6 +10,7 @@ from miles.base.user_code import load_function
 from miles.compat.spellings import FLAGS_INSTEAD, KNOWN
 from miles.config.explain import explain
 from miles.config.functions import HOOKS
+from miles.config.notes import READ_AS
 from miles.config.settings import SECTIONS
 from tests.fast.support.rows import rows
 
@@ -40,6 +41,49 @@ def test_known_filter(accepted, package, colon):
 def test_their_default_is_our_default(accepted):
     settings = accepted("--rollout-function-path slime.rollout.sglang_rollout.generate_rollout").settings
     assert settings.rollout.rollout_function_path is None
+
+
+THEIR_WEIGHTS = ["slime.backends.megatron_utils.loss", "miles.backends.training_utils.loss_hub.corrections"]
+
+
+@pytest.mark.parametrize("module", THEIR_WEIGHTS)
+@pytest.mark.parametrize(("name", "ours"), [("vanilla_tis_function", ""), ("icepop_function", "--tis-mode icepop")])
+def test_their_importance_weights_are_ours(accepted, module, name, ours):
+    flags = "--use-tis --tis-clip-low 0.5 --tis-clip 3"
+    read = accepted(f"{flags} --custom-tis-function-path {module}.{name}")
+    assert read.settings == accepted(f"{flags} {ours}").settings
+    assert any(note.written.startswith("--custom-tis-function-path") for note in read.accepted)
+
+
+@pytest.mark.parametrize(
+    ("flags", "bounds"),
+    [
+        ("--advantage-estimator cispo", "--ratio-min 0.8 --ratio-max 1.2"),
+        ("--advantage-estimator=cispo --eps-clip 1.0 --eps-clip-high 4", "--ratio-min 0 --ratio-max 5"),
+        ("--advantage-estimator cispo --eps-clip 10 --disable-grpo-std-normalization", "--ratio-min 0 --ratio-max 11"),
+    ],
+)
+def test_their_estimator_cispo_is_a_policy_loss_here(accepted, flags, bounds):
+    std = "--disable-grpo-std-normalization" * flags.endswith("std-normalization")
+    ours = accepted(f"--advantage-estimator grpo --policy-loss cispo {bounds} {std}")
+    assert accepted(flags).settings == ours.settings
+
+
+@pytest.mark.parametrize(
+    ("flags", "ours"),
+    [
+        ("--weight-decay 0.1", "--lora-rank 64 --lora-alpha 128 --weight-decay 0"),
+        (
+            "--lora-rank 8 --lr 1e-6 --lora-learning-rate 1e-5 --lora-weight-decay 0.1",
+            "--lora-rank 8 --lora-alpha 128 --lr 1e-5 --weight-decay 0.1",
+        ),
+        ("--lora-rank 8 --lora-alpha 16 --lora-bias none", "--lora-rank 8 --lora-alpha 16 --weight-decay 0"),
+    ],
+)
+def test_the_adapter_of_slime_has_its_defaults(accepted, flags, ours):
+    read = accepted(f"--train-backend fsdp --use-lora {flags}")
+    assert read.settings == accepted(f"--train-backend fsdp {ours}").settings
+    assert any(note.written == "--use-lora" and note.heading == READ_AS for note in read.accepted)
 
 
 @pytest.mark.parametrize(

@@ -442,6 +442,7 @@ def test_a_missing_file_a_folder_and_another_suffix_are_one_sentence(tmp_path, c
             "--save-interval",
         ),
         ("a.yaml", "loss_type: grpo\nvllm_mode: server\n", "", "--colocate"),
+        ("a.toml", "[orchestrator]\ngroup_size = 8\n[trainer]\n[inference]\n", "--rollout-shuffle", "none"),
         ("a.yaml", "loss_type: grpo\ndataset_name: owner/rows\n", "--prompt-data hf:owner/rows", "none"),
     ],
 )
@@ -970,6 +971,34 @@ RIGHT = [
         "--tis-mode=truncate --tis-clip=1000000",
         "--tis-clip-low",
     ),
+    (
+        "a.yaml",
+        "loss_fn: {use_importance_sampling_correction: true, truncated_importance_sampling_type: tis, "
+        "truncated_importance_sampling_ratio: 2, truncated_importance_sampling_ratio_min: 0.5}\n",
+        "--tis-mode=truncate --tis-clip=2 --tis-clip-low=0.5",
+        "",
+    ),
+    ("a.yaml", "loss_fn: {reference_policy_kl_type: k1}\n", "--kl-loss-type=k1 --use-unbiased-kl", ""),
+    ("a.yaml", "loss_fn: {use_kl_in_reward: true}\n", "--advantage-estimator=grpo", "--use-kl-loss --kl-coef"),
+    (
+        "a.sh",
+        f"{OPENRLHF} --eval.steps 5 --eval.dataset v",
+        "--eval-interval=5 --skip-eval-before-train --eval-temperature=0.6",
+        "",
+    ),
+    (
+        "a.toml",
+        f"{PRIME}trainer.loss.eps = 0.3\n",
+        "--policy-loss=dppo_tv --dppo-tv-delta=0.3 "
+        "--dynamic-sampling-filter-path=miles.rollout.filters:check_reward_nonzero_std",
+        "--drop-zero-std-groups",
+    ),
+    ("a.sh", f"{VERL_KL.format('gae')} trainer.critic_warmup=20", "--num-critic-only-steps=19", ""),
+    ("a.sh", f"{VERL_KL.format('gae')} trainer.critic_warmup=1", "--critic-lr=1e-05", "--num-critic-only-steps"),
+    ("a.sh", f"{OPENRLHF} --critic.freezing_steps 20", "--num-critic-only-steps=21", ""),
+    ("a.sh", f"{OPENRLHF} --freezing_actor_steps 0", "--num-critic-only-steps=1", ""),
+    ("a.toml", f"{PRIME}orchestrator.constant_trainer_batch_size = false\n", "--drop-zero-std-groups", ""),
+    ("a.toml", f"{PRIME}orchestrator.train.sampling.top_p = 0.9\n", "--rollout-top-p=0.9", "--no-support-replay"),
     ("a.toml", "[orchestrator]\ngroup_size = 8\n", "--global-batch-size=128 --rollout-batch-size=16", ""),
     (
         "a.toml",
@@ -989,6 +1018,24 @@ DIFFERENT = [
     ("a.toml", PRIME + "orchestrator.sampling.top_p = 0.9\n", "log-probs", WHOLE),
     ("a.yaml", "grpo: {seed: 1}\npolicy: {generation: {top_p: 0.9}}\n", "policy.generation.top_p", "trainer itself"),
     ("a.sh", OPENRLHF, "--critic.adam.lr", "reached after 0.03 of the steps there"),
+    (
+        "a.sh",
+        f"{OPENRLHF} --algo.advantage.estimator reinforce_baseline",
+        "--algo.kl.init_coef",
+        "of those after it; and here: its own alone",
+    ),
+    ("a.sh", VERL_KL.format("reinforce_plus_plus_baseline"), "algorithm.kl_ctrl.kl_coef", "all of the answer"),
+    (
+        "a.yaml",
+        "grpo: {adv_estimator: {name: reinforce_plus_plus, minus_baseline: false}}\n"
+        "loss_fn: {use_kl_in_reward: true}\n",
+        "loss_fn.reference_policy_kl_penalty",
+        "its own alone; and here: its own and of those after it",
+    ),
+    ("a.yaml", "grpo: {seed: 1}\n", "loss_fn.reference_policy_kl_penalty", "weighted by 1 there"),
+    ("a.yaml", "grpo: {max_num_steps: 400}\n", "grpo.max_num_steps", "passes over the prompts there, if that comes"),
+    ("a.sh", f"{VERL_GRPO} trainer.total_training_steps=9", "trainer.total_training", "if that comes first: 30"),
+    ("a.toml", PRIME, "trainer.loss.type", "since September 2026 the default is ipo with eps 0.3"),
     ("a.sh", "deepspeed --module openrlhf.cli.train_ppo --pretrain m", "openrlhf.cli.train_ppo", "before 0.8.0"),
     ("a.sh", f"{OPENRLHF} --prompt_max_len 9 --generate_max_len 9", "--prompt_max_len", "cut there, left out here"),
     ("a.sh", f"{OPENRLHF} --reward.model_name_or_path r", "--critic.model", "starts from the reward model there"),
@@ -1093,6 +1140,12 @@ def test_what_is_switched_off_is_not_listed(tmp_path, name, text, is_on):
     _, translation, _ = translated(tmp_path, name, text.format(is_on))
     listed = [entry.label for entry in translation.differences] + [setting.key for setting in translation.unread]
     assert any("buffer" in label for label in listed) is is_on
+
+
+def test_a_clamp_of_the_kl_that_is_null_is_not_named(tmp_path):
+    text = "loss_fn: {reference_policy_kl_penalty: 0.1, kl_input_clamp_value: null}\n"
+    (why,) = (entry.why for entry in translated(tmp_path, "a.yaml", text)[1].differing if "kl_pen" in entry.label)
+    assert "values are clamped to 10" in why and "inputs" not in why
 
 
 def test_settings_of_a_critic_are_not_listed_without_one(tmp_path):
