@@ -34,6 +34,11 @@ def die_with_parent(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def ending_with_this(*command: str) -> list[str]:
+    """Return a command that the kernel kills when the thread that starts it ends, from its first moment on."""
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
+
+
 def pool_of(workers: int, method: str, prepare: Callable[[], object] | None = None) -> ProcessPoolExecutor:
     """Return a pool of processes that end with this one. Waiting workers of a plain pool outlive a killed parent.
 

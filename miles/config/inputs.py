@@ -14,6 +14,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -124,12 +125,12 @@ def check_inputs(settings: Settings, starts: bool) -> Inputs:
     """
     try:
         before = partial(_prepare, _needs_torch(settings), starts)
-        inputs: Inputs = _in_process(_check_sets, settings, starts, before=before)
+        inputs: Inputs = _in_process("reads the rows", _check_sets, settings, starts, before=before)
     except TokenizerFault:
         inputs = _check_sets(settings, starts)
     checked = [(name, path, hook.arguments) for name, hook, path in user_functions(settings) if hook.arguments]
     if checked:
-        inputs.faults += _in_process(_faults_of_functions, checked)
+        inputs.faults += _in_process("imports your functions", _faults_of_functions, checked)
     _check_reward(settings, starts, inputs)
     faults = [*_faults_of_weights(settings), *_faults_of_room(settings)]
     inputs.faults += faults if starts else []
@@ -139,12 +140,19 @@ def check_inputs(settings: Settings, starts: bool) -> Inputs:
     return inputs
 
 
-def _in_process(function: Callable[..., Any], *args: Any, before: Callable[[], None] | None = None) -> Any:
-    """Return ``function(*args)`` from a fork of this process, or from this one if it has threads already."""
+def _in_process(task: str, function: Callable[..., Any], *args: Any, before: Callable[[], None] | None = None) -> Any:
+    """Return ``function(*args)`` from a fork of this process, or from this one if it has threads already.
+
+    Raises ``FlagError`` with its ``task`` if the fork was killed.
+    """
     if not may_fork():
         return function(*args)
     with pool_of(1, "fork", before) as pool:
-        return pool.submit(function, *args).result()
+        try:
+            return pool.submit(function, *args).result()
+        except BrokenProcessPool:
+            rule = "was killed or crashed; free memory, or correct the code that ends it"
+            raise FlagError(f"the process that {task} {rule}") from None
 
 
 def _needs_torch(settings: Settings) -> bool:

@@ -68,7 +68,7 @@ class CollectedIteration:
         return self.scored.metrics | self.load
 
 
-@dataclass
+@dataclass(eq=False)
 class RolloutPipeline:
     """Collects iterations, evaluates, and loads weights into the engine, in one process and one event loop.
 

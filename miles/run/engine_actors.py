@@ -63,7 +63,7 @@ class EngineActor:
         return source.update_copy()
 
 
-@dataclass
+@dataclass(eq=False)
 class ActorServer:
     """Run a server in an actor; ``miles.engine.base.Server``. An actor that died or hangs is replaced.
 

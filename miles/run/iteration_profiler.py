@@ -216,7 +216,7 @@ def _short(name: str) -> str:
 CLOCK_READINGS = 5  # of another machine's clock; the fastest counts
 
 
-@dataclass
+@dataclass(eq=False)
 class IterationProfiler:
     """Records the iterations that the flags name, while the loop works on them.
 

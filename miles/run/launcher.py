@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from miles.base.locks import FolderLocks, RemoteLock, locked_folders, locked_in_remote_storage
+from miles.base.processes import ending_with_this
 from miles.base.secrets import hidden_in_output, secrets_in
 from miles.base.text import InputError
 from miles.config.checkpoint import (
@@ -271,7 +272,7 @@ class ForeseenMemory:
             file.write(pickle.dumps(settings))
             file.seek(0)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", REHEARSAL],
+                ending_with_this("nice", sys.executable, "-m", REHEARSAL),
                 stdin=file,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

@@ -2,14 +2,12 @@
 
 import json
 import logging
-import os
 import pickle
 import sys
 import time
 from pathlib import Path
 
 from miles.base.host import GIB
-from miles.base.processes import die_with_parent
 from miles.commands.rehearsal.rehearsal import advise, foresee_trainer, rehearse_settings
 from miles.commands.rehearsal.report import as_json, as_page, as_text
 from miles.commands.rehearsal.trace import Tracers
@@ -58,9 +56,7 @@ def _is_written(path: str, text: str) -> bool:
 
 def main() -> None:
     """Trace the run of the settings on stdin, and write what its fullest rank allocates, in GiB, as JSON."""
-    die_with_parent(os.getppid())
     settings = pickle.load(sys.stdin.buffer)
-    os.nice(10)
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     result: dict[str, float | str]
     try:

@@ -119,8 +119,9 @@ class SampleBrowser {
 
   async refresh() {
     if (this.follow || !this.current) return this.load(null);
-    const newest = await page.source.samples(this.current.step);
-    Object.assign(this.current, { last: newest.last, next: newest.next });
+    const current = this.current; // a click meanwhile may load another step
+    const newest = await page.source.samples(current.step);
+    Object.assign(current, { last: newest.last, next: newest.next });
     this.drawControls();
   }
 

@@ -5,7 +5,6 @@ import json
 import os
 import shlex
 import shutil
-import sys
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -188,7 +187,7 @@ async def run_program(
             # Separate pipes: with asyncio's, it would wait until no process holds them, also one that has left the
             # group.
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", processes.__file__, str(os.getpid()), *command),
+                *processes.ending_with_this(*command),
                 stdin=standard_input,
                 stdout=writers[0],
                 stderr=writers[1],

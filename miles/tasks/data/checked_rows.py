@@ -16,6 +16,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -113,12 +114,16 @@ def check_rows(source: str, rows: Rows, make: Make[P], is_long: Callable[[P], bo
         raise FlagError(f"prompt source {source}: it is empty; give one with at least one row")
     check = _Check(rows, make, is_long)
     verdict, progress = check(0), _Progress(source, len(rows))
-    with _workers(check, len(rows)) as parts:
-        for part in parts:
-            verdict.add(part)
-            progress.show(verdict.rows)
-            if len(verdict.faults) >= MOST_FAULTS:
-                break
+    try:
+        with _workers(check, len(rows)) as parts:
+            for part in parts:
+                verdict.add(part)
+                progress.show(verdict.rows)
+                if len(verdict.faults) >= MOST_FAULTS:
+                    break
+    except BrokenProcessPool:
+        fault = "a process that checked its rows was killed, most likely as memory ran out; free some, and start again"
+        raise InputError(f"prompt source {source}: {fault}") from None
     progress.end()
     if verdict.faults:
         raise FlagError(*_each_once(verdict.faults[:MOST_FAULTS]))

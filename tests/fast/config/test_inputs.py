@@ -325,6 +325,14 @@ def test_a_malformed_file_of_sets_is_told_in_a_fresh_process(folder):
     assert "unknown key temprature; did you mean temperature?" in ended.stderr
 
 
+def test_functions_whose_import_ends_the_process_are_an_error(folder):
+    (folder / "ending.py").write_text(FUNCTIONS + "import os\nos._exit(3)\n")
+    flags = words(folder, "--dynamic-sampling-filter-path ending:keep")
+    ended = subprocess.run([sys.executable, "-c", START.format("explain"), *flags], capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert "the process that imports your functions was killed or crashed" in ended.stderr
+
+
 @pytest.mark.slow
 def test_a_start_reads_images_though_it_reads_text_without_torch(folder):
     """In a fresh interpreter: where torch is imported already, rows are not read in a process without it."""

@@ -233,11 +233,12 @@ def test_processes_that_share_the_check_find_what_one_alone_does(tmp_path, saved
     assert re.findall(r"bad\.jsonl:(\d+)", fault) == ["8501", "8601"]
 
 
-SLOW_ROWS = """
-import os, time
+MANY_ROWS = """
+import os, signal, sys, time
 from miles.base.text import InputError
 from miles.tasks.data import checked_rows
 from miles.tasks.data.row import Row, Rows
+from miles.types.sample import Prompt
 class Many(Rows):
     def __len__(self):
         return 10**5
@@ -246,9 +247,11 @@ class Many(Rows):
 def make(rows, notes, is_exact):
     is_slow, end = int(rows[0].where[2:]) > checked_rows._RANGE, time.process_time() + 0.05
     while is_slow and time.process_time() < end:
-        pass
+        if sys.argv[1] == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
     os.write(1, b".")
-    return [InputError(f"{row.where}: wrong") for row in rows]
+    is_wrong = sys.argv[1] == "wrong"
+    return [InputError(f"{row.where}: wrong") if is_wrong else Prompt(row.where, (1,)) for row in rows]
 checked_rows.MOST_PROCESSES = 2
 try:
     checked_rows.check_rows("x", Many(), make, lambda prompt: False, "")
@@ -259,7 +262,12 @@ except ValueError as error:
 
 def test_processes_stop_when_there_are_enough_faults():
     """And not at the end of the thousands of rows that each is to check, which takes seconds."""
-    ended = subprocess.run([sys.executable, "-c", SLOW_ROWS], stdout=subprocess.PIPE, text=True, check=True).stdout
-    assert "x:0: wrong" in ended
+    printed = subprocess.check_output([sys.executable, "-c", MANY_ROWS, "wrong"], text=True)
+    assert "x:0: wrong" in printed
     in_a_range = checked_rows._RANGE // checked_rows._BATCH
-    assert ended.count(".") < 3 * in_a_range
+    assert printed.count(".") < 3 * in_a_range
+
+
+def test_a_killed_process_of_the_check_is_an_error_that_names_the_source():
+    printed = subprocess.check_output([sys.executable, "-c", MANY_ROWS, "killed"], text=True)
+    assert "prompt source x: a process that checked its rows was killed" in printed
