@@ -699,6 +699,9 @@ def apply(translation: Translation) -> None:
 
 
 def _apply(translation: Translation, key: str, row: KnownSetting) -> None:
+    if translation.is_null(key) and row.null is None and row.default is not None:
+        translation.miss(key, f"null, and not its default {one_line(str(row.default), 80)}: choose {row.flag}")
+        return
     value = translation.raw(key)
     plain = row.neutral if row.flag else (*row.neutral, row.default)
     if any(same(value, each) for each in plain):

@@ -1148,6 +1148,12 @@ def test_a_clamp_of_the_kl_that_is_null_is_not_named(tmp_path):
     assert "values are clamped to 10" in why and "inputs" not in why
 
 
+def test_null_is_not_read_as_a_default_that_is_not_null(tmp_path):
+    _, translation, _ = translated(tmp_path, "a.yaml", f"{TRL}max_completion_length: null\n")
+    assert "--rollout-max-response-len" not in translation.words
+    assert any("null, and not its default 512" in entry.why for entry in translation.missing)
+
+
 def test_settings_of_a_critic_are_not_listed_without_one(tmp_path):
     value = "value: {model_name: b, train_global_batch_size: 8, max_grad_norm: 0.5}\n"
     _, translation, _ = translated(tmp_path, "a.yaml", NEMO_BASE + value)
