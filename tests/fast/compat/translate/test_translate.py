@@ -14,8 +14,7 @@ from miles.compat.translate.launchers.base import all_launchers, launcher_of
 from miles.compat.translate.reading import read_document
 from miles.compat.translate.translation import UNEVEN, Expression, Translation, table_of
 from miles.config.parser import judge, parse
-
-ESTIMATORS_OF_VERL, POLICY_LOSSES_OF_VERL = list(table_of("verl").names.values())[:2]
+from tests.fast.support.rows import rows
 
 FILES = {
     "trl.py": """
@@ -109,7 +108,6 @@ EXPECTED = {
 }
 
 
-OPENRLHF = "python3 -m openrlhf.cli.train_ppo_ray"
 VERL_SH = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo"
 
 
@@ -183,61 +181,7 @@ def test_both_bounds_of_verls_cispo_are_kept(tmp_path):
     assert "--policy-loss cispo --ratio-max 5" in words and "--ratio-min 0.5" in words
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "feature"),
-    [
-        ("a.yaml", "algorithm: {adv_estimator: own}\n", "adv_estimator = own"),
-        ("a.yaml", "actor_rollout_ref: {actor: {policy_loss: {loss_mode: mine}}}\n", "loss_mode = mine"),
-        ("a.toml", 'orchestrator.batch_size = 8\ntrainer.loss.type = "custom"\n', "trainer.loss.type = custom"),
-        ("a.yaml", "grpo: {adv_estimator: {name: opd}}\n", "name = opd"),
-        ("a.yaml", "grpo: {seed: 1}\npolicy: {precision: float16}\n", "policy.precision = float16"),
-        ("a.sh", "python3 -m openrlhf.cli.train_ppo_ray --algo.advantage.estimator flash_reinforce", "flash_reinforce"),
-        ("a.sh", "deepspeed --module openrlhf.cli.train_dpo --model.beta 0.1", "train_dpo is DPO"),
-        ("a.sh", "deepspeed --module openrlhf.cli.train_sft --data.dataset a", "train_sft is SFT"),
-        ("a.sh", "deepspeed --module openrlhf.cli.train_rm --data.dataset a", "train_rm is"),
-        ("a.sh", "torchrun -m verl.trainer.fsdp_sft_trainer data.train_files=a", "sft_trainer is SFT"),
-        ("a.sh", "python3 -m verl.trainer.main_generation model.path=a", "main_generation is generation"),
-        ("a.sh", "accelerate launch --num_processes 8 scripts/dpo.py --beta 0.1", "dpo.py is DPO"),
-        ("a.sh", "trl sft --model_name_or_path a", "sft is SFT"),
-        ("a.yaml", "model_name_or_path: a\npacking: true\nlearning_rate: 1e-5\n", "packing is SFT"),
-        ("a.yaml", "model_name_or_path: a\nprecompute_ref_log_probs: true\n", "precompute_ref_log_probs is DPO"),
-        ("a.yaml", "dpo: {max_num_steps: 5}\npolicy: {model_name: a}\n", "dpo.max_num_steps is DPO"),
-        ("config_sft.yaml", "model_name_or_path: a\nlearning_rate: 1e-5\n", "config_sft.yaml is SFT"),
-        ("sft.toml", 'max_steps = 5\nmodel.name = "a"\n', "sft.toml is SFT"),
-        ("a.sh", "accelerate launch examples/scripts/rloo.py --num_generations 4", "rloo.py is RLOO of TRL"),
-        ("a.sh", "trl rloo --num_generations 4", "trl rloo is RLOO of TRL"),
-        ("a.sh", "python ppo.py --num_ppo_epochs 4", "ppo.py is PPO of TRL"),
-        ("a.sh", "python trl/experimental/gkd/gkd.py --lmbda 1", "gkd.py is distillation"),
-        ("a.sh", "python scripts/distillation.py --num_generations 1", "distillation.py is distillation"),
-        ("a.sh", "python dpo.py --beta 0.1", "dpo.py is DPO"),
-        ("a.sh", "python nash_md.py --beta 0.1", "nash_md.py is another method"),
-        ("a.yaml", "num_generations: 4\nnormalize_advantages: true\n", "normalize_advantages is RLOO of TRL"),
-        ("a.yaml", "num_generations: 4\nreward_clip_range: [-1, 1]\n", "reward_clip_range is RLOO of TRL"),
-        ("a.yaml", "lmbda: 1\nmax_new_tokens: 64\n", "lmbda is distillation"),
-        ("a.sh", f"{VERL_SH} distillation.enabled=True", "distillation.enabled = True: distillation from a teacher"),
-        (
-            "a.sh",
-            f"{OPENRLHF} --enable_vllm_is_correction --vllm_is_truncated_threshold 1 2 3",
-            "must be an upper bound",
-        ),
-        ("a.py", "a = Parser(GRPOConfig).parse()\nGRPOTrainer('m', f, args=a)", "args = a is no call of GRPOConfig"),
-        (
-            "a.toml",
-            "orchestrator.train.env = [{id = 'a', group_size = 8}, {id = 'b', group_size = 4}]\n",
-            "each environment has its own group_size",
-        ),
-        (
-            "a.sh",
-            f"{VERL_SH} algorithm.rollout_correction.rollout_rs=token_k1 "
-            "algorithm.rollout_correction.rollout_rs_threshold=0.0_2.0",
-            "must be a number above 0, or two",
-        ),
-        *(
-            ("a.py", f"{name}Trainer(args={name}Config())", f"{name}Trainer is ")
-            for name in ("RLOO", "PPO", "GKD", "GOLD", "OnlineDPO", "XPO", "TPO", "SDFT", "IWOPD", "AsyncDistillation")
-        ),
-    ],
-)
+@pytest.mark.parametrize(("name", "text", "feature"), rows(__file__, "refused"))
 def test_what_is_not_translated_is_refused_by_its_name(tmp_path, capsys, name, text, feature):
     (tmp_path / name).write_text(text)
     assert cli.main(["translate", str(tmp_path / name)]) == 2
@@ -329,39 +273,7 @@ def test_trl_token_mean_with_several_steps_per_generation_is_not_ours(tmp_path):
     assert objective.exact
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "place"),
-    [
-        ("a.json", '{\n"beta": }', "line 2"),
-        ("a.json", "[]", "line 1"),
-        ("a.json", '{"loss_type": "grpo",\n"beta": "much"}', "line 2"),
-        ("a.json", '{\n"loss_type": "new"}', "line 2"),
-        ("a.yaml", "beta: 1\n  epsilon: 2", "line 2"),
-        ("a.yaml", "- beta", "line 1"),
-        ("a.yaml", "beta: 0.1\nepsilon: !!python/object/apply:os.system [ls]", "line 2"),
-        ("a.toml", "max_steps =", "line 1"),
-        ("a.py", "x = (\n", "line 1"),
-        ("a.py", "x = 1\n", "line 1"),
-        ("a.py", "GRPOConfig()\nGRPOConfig()\n", "line 2"),
-        ("a.sh", "echo 'open\n", "line 1"),
-        ("a.sh", "echo\n", "line 1"),
-        ("a.yaml", "something: else", "line 1"),
-        ("a.yaml", "beta: 0.1\ndatasets: [{path: !!int x}]", "line 2"),
-        ("a.sh", "$RUN actor_rollout_ref.\n", "line 1"),
-        *(
-            (
-                "a.yaml",
-                f"grpo: {{max_num_steps: 5}}\npolicy: {{scheduler: [{{name: {name}, kwargs: {wrong}}}]}}",
-                "line 2",
-            )
-            for name, wrong in [
-                ("LinearLR", "{total_iters: many}"),
-                ("LinearLR", "[1, 2]"),
-                ("CosineAnnealingLR", "{T_max: .inf}"),
-            ]
-        ),
-    ],
-)
+@pytest.mark.parametrize(("name", "text", "place"), rows(__file__, "bad_files"))
 def test_a_bad_file_is_one_sentence_with_file_and_line(tmp_path, capsys, name, text, place):
     path = tmp_path / name
     path.write_text(text)
@@ -400,52 +312,7 @@ def test_a_missing_file_a_folder_and_another_suffix_are_one_sentence(tmp_path, c
         assert fault in output and len(output.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "expected", "absent"),
-    [
-        ("a.sh", f"{OPENRLHF} --data.prompt_dataset owner/rows", "--prompt-data hf:owner/rows", "none"),
-        ("a.sh", f"{OPENRLHF} --prompt_data owner/rows", "--prompt-data hf:owner/rows", "none"),
-        ("a.sh", f"{OPENRLHF} --prompt_data here/rows", "--prompt-data here/rows", "hf:"),
-        ("a.sh", f"{OPENRLHF} --prompt_data owner/rows.jsonl", "--prompt-data owner/rows.jsonl", "hf:"),
-        (
-            "a.sh",
-            f"{OPENRLHF} --prompt_data a.jsonl,owner/b --prompt_data_probs 0.7,0.3",
-            "--prompt-mix set0 a.jsonl set1 hf:owner/b --prompt-mix-weights 0.7 0.3",
-            "--prompt-data",
-        ),
-        (
-            "a.sh",
-            f"{OPENRLHF} --data.prompt_dataset a.jsonl,b.jsonl",
-            "--prompt-mix set0 a.jsonl set1 b.jsonl",
-            "weights",
-        ),
-        (
-            "a.sh",
-            f"{OPENRLHF} --eval.steps 5 --eval.dataset a.jsonl,b.jsonl",
-            "--eval-prompt-data eval0 a.jsonl eval1 b.jsonl",
-            "none",
-        ),
-        ("a.sh", f"{VERL_SH} data.train_files=[a,b]", "--prompt-mix set0 a set1 b", "--prompt-data"),
-        ("a.sh", f"{OPENRLHF} --ckpt.save_steps 5", "", "--save-interval"),
-        ("a.sh", f"{OPENRLHF} --ckpt.save_steps 5 --ckpt.path b", "--save-interval 5", "none"),
-        ("a.sh", f"{OPENRLHF} --save_steps 5 --max_ckpt_num 3", "", "--save-"),
-        ("a.sh", f"{VERL_SH} trainer.logger=['console','wandb'] trainer.project_name=p", "--use-wandb", "none"),
-        ("a.sh", f"{VERL_SH} trainer.logger=wandb trainer.project_name=p", "--wandb-project p", "none"),
-        ("a.sh", f"{VERL_SH} trainer.project_name=p", "--use-wandb", "none"),
-        ("a.sh", f"{VERL_SH} trainer.logger=console trainer.project_name=p", "", "wandb"),
-        ("a.sh", f"{VERL_SH} trainer.save_freq=5", "", "--save-interval"),
-        ("a.sh", f"{VERL_SH} trainer.save_freq=5 trainer.default_local_dir=b", "--save-interval 5", "none"),
-        (
-            "a.yaml",
-            "loss_type: grpo\nuse_vllm: true\nvllm_mode: colocate\nsave_steps: 5\n",
-            "--colocate",
-            "--save-interval",
-        ),
-        ("a.yaml", "loss_type: grpo\nvllm_mode: server\n", "", "--colocate"),
-        ("a.toml", "[orchestrator]\ngroup_size = 8\n[trainer]\n[inference]\n", "--rollout-shuffle", "none"),
-        ("a.yaml", "loss_type: grpo\ndataset_name: owner/rows\n", "--prompt-data hf:owner/rows", "none"),
-    ],
-)
+@pytest.mark.parametrize(("name", "text", "expected", "absent"), rows(__file__, "needed"))
 def test_the_command_has_what_its_flags_need(tmp_path, name, text, expected, absent):
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "rows").touch()
@@ -455,74 +322,11 @@ def test_the_command_has_what_its_flags_need(tmp_path, name, text, expected, abs
     parse(translation.words)
 
 
-ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
-NEMO_LENGTHS = """grpo: {num_prompts_per_step: 4, num_generations_per_prompt: 2}
-policy: {max_total_sequence_length: 512, generation: {max_new_tokens: 512}}
-data: {max_input_seq_length: 512}
-loss_fn: {use_kl_in_reward: true}
-"""
-VERL_KL = f"{VERL_SH.removesuffix('grpo')}{{}} algorithm.use_kl_in_reward=True actor_rollout_ref.rollout.n=4"
+ROLLOUT = "actor_rollout_ref.rollout."
 VERL_GRPO = f"{VERL_SH} data.train_batch_size=1024 actor_rollout_ref.rollout.n=8"
-TRL_SIZES = "num_generations: 8\nper_device_train_batch_size: 8\n"
-KL_IN_THE_LOSS = "--use-kl-loss --kl-loss-coef"
-CORRECTION = "algorithm.rollout_correction.rollout_"
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "expected"),
-    [
-        ("a.sh", VERL_KL.format("gae"), ESTIMATORS_OF_VERL["gae"]),
-        ("a.sh", VERL_KL.format("gpg"), ESTIMATORS_OF_VERL["gpg"]),
-        ("a.sh", VERL_KL.format("grpo_passk"), ESTIMATORS_OF_VERL["grpo_passk"]),
-        (
-            "a.sh",
-            f"{VERL_KL.format('grpo')} {ACTOR}policy_loss.loss_mode=kl_cov",
-            POLICY_LOSSES_OF_VERL["kl_cov"],
-        ),
-        ("a.sh", VERL_KL.format("grpo"), KL_IN_THE_LOSS),
-        (
-            "a.sh",
-            f"{VERL_KL.format('grpo')} {ACTOR}use_kl_loss=True algorithm.kl_penalty=kl",
-            "--kl-loss-type low_var_kl",
-        ),
-        ("a.sh", VERL_KL.format("reinforce_plus_plus"), "--kl-coef 0.001"),
-        *(
-            ("a.sh", f"{OPENRLHF} --advantage_estimator {name} --n_samples_per_prompt 4", words)
-            for name, words in {
-                "reinforce_baseline": "reinforce_plus_plus_baseline --normalize-advantages",
-                "rloo": KL_IN_THE_LOSS,
-                "group_norm": KL_IN_THE_LOSS,
-                "dr_grpo": "--disable-grpo-std-normalization",
-            }.items()
-        ),
-        ("a.sh", f"{OPENRLHF} --policy_loss_type ppo", "--policy-loss ppo"),
-        ("a.sh", f"{OPENRLHF} --use_wandb secret --wandb_group g", "--use-wandb"),
-        ("a.sh", f"{OPENRLHF} --async_train --colocate_all_models --partial_rollout", "--async-steps 1"),
-        ("a.yaml", f"{TRL_SIZES}loss_type: sapo\nsapo_temperature_neg: 1.1\n", "--policy-loss sapo"),
-        ("a.yaml", f"{TRL_SIZES}loss_type: vespo\nvespo_k_pos: 2.5\n", "--vespo-power-pos 2.5"),
-        ("a.yaml", f"{TRL_SIZES}loss_type: luspo\nimportance_sampling_level: sequence\n", "--policy-loss gspo"),
-        ("a.yaml", f"{TRL_SIZES}beta: 0\nnum_train_epochs: 0.5\nreport_to: [wandb]\n", "--use-wandb"),
-        ("a.yaml", f"{TRL_SIZES}beta: 0\nnum_train_epochs: 0.5\nreport_to: trackio\n", "--report-to trackio"),
-        ("a.yaml", NEMO_LENGTHS, "--rollout-max-response-len 511"),
-        ("a.yaml", f"{TRL_SIZES}top_p: 0.9\n", "--no-support-replay"),
-        (
-            "a.sh",
-            f"{VERL_KL.format('reinforce_plus_plus')} {ACTOR}use_kl_loss=True algorithm.kl_penalty=kl",
-            "--kl-loss-type low_var_kl",
-        ),
-        ("a.sh", f"{VERL_GRPO} {ROLLOUT}top_k=50 {ROLLOUT}temperature=0.6", "--no-support-replay"),
-        ("a.sh", f"{VERL_GRPO} {CORRECTION}rs=seq_mean_k1 {CORRECTION}rs_threshold=1.01", "--rs-level geometric"),
-        (
-            "a.sh",
-            f"{OPENRLHF} --policy_loss_type gspo --enable_vllm_is_correction --advantage_estimator group_norm "
-            "--n_samples_per_prompt 4 --init_kl_coef 0",
-            "--use-rollout-logprobs",
-        ),
-        ("a.yaml", f"{TRL_SIZES}max_grad_norm: null\n", "--clip-grad 0"),
-        ("a.toml", "[orchestrator]\ngroup_size = 8\n", "--drop-zero-std-groups"),
-        ("a.yaml", "grpo: {num_generations_per_prompt: 4, adv_estimator: {name: gdpo}}\n", "gdpo"),
-    ],
-)
+@pytest.mark.parametrize(("name", "text", "expected"), rows(__file__, "translated"))
 def test_the_command_starts_with_what_it_asks_for(tmp_path, name, text, expected):
     words = translated(tmp_path, name, text)[1].words
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
@@ -640,464 +444,10 @@ BASE=$((1024 * 2))
 COMMON="data.train_batch_size=$N actor_rollout_ref.model.path=$HOME/model data.max_response_length=$BASE"
 python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo $COMMON actor_rollout_ref.rollout.n=$GROUP
 """
-PRIME = "orchestrator.batch_size = 8\norchestrator.group_size = 8\n"
 TRL = "num_generations: 8\nper_device_train_batch_size: 8\n"
-VERL_LOSS = "algorithm: {adv_estimator: grpo}\nactor_rollout_ref: {actor: {policy_loss: {loss_mode: %s}%s}}\n"
-# Other trainers' own defaults and objectives: the file, the flags that must be there, and those that must not.
-RIGHT = [
-    ("a.sh", VERL_KL.format("rloo"), "--use-kl-loss --kl-loss-type=k2", "--kl-loss-type=k1"),
-    ("a.sh", VERL_KL.format("gae"), "--kl-coef=0.001 --critic-lr=1e-05 --value-clip=0.5 --rollout-shuffle", ""),
-    (
-        "a.sh",
-        VERL_SH + " trainer.test_freq=10 data.train_files=a data.val_files=v actor_rollout_ref.model.lora_rank=16",
-        "--eval-temperature=0 --lora-rank=16 --lora-alpha=16 --num-epoch=30 --weight-decay=0.01",
-        "--critic-lr --value-clip",
-    ),
-    ("a.sh", f"{VERL_SH} {ACTOR}use_kl_loss=True {ACTOR}kl_loss_type=k3+", "--kl-loss-type=k3+", ""),
-    ("a.yaml", VERL_LOSS % ("sapo", ""), "--loss-aggregation=sample_mean --sapo-tau-neg=1.05", ""),
-    ("a.yaml", VERL_LOSS % ("geo_mean", ""), "--loss-aggregation=sample_mean --geo-mean-log-clip=0.2", ""),
-    ("a.yaml", VERL_LOSS % ("cispo", ", clip_ratio_low: 1, clip_ratio_high: 4"), "--ratio-min=0 --ratio-max=5", ""),
-    ("a.yaml", VERL_LOSS % ("dppo_tv", ", clip_ratio_high: 0.3"), "--dppo-tv-delta=0.3 --dppo-ratio-max=3", ""),
-    ("a.yaml", TRL + "beta: 0.05\n", "--kl-loss-type=k3 --use-unbiased-kl --lr=1e-06 --weight-decay=0", ""),
-    ("a.yaml", TRL + "beta: 0.05\nuse_bias_correction_kl: false\n", "--kl-loss-type=k3", "--use-unbiased-kl"),
-    ("a.yaml", TRL + "scale_rewards: batch\n", "--advantage-estimator=grpo_batch_std --rollout-shuffle", ""),
-    ("a.yaml", TRL + "multi_objective_aggregation: normalize_then_sum\n", "--advantage-estimator=gdpo", ""),
-    ("a.yaml", TRL + "warmup_steps: 0.1\n", "--lr-warmup-fraction=0.1", "--lr-warmup-iters"),
-    (
-        "a.yaml",
-        TRL + "lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr_rate: 0.1}\n",
-        "--lr-decay-style=cosine --min-lr=1e-07",
-        "",
-    ),
-    (
-        "a.yaml",
-        TRL + "gradient_accumulation_steps: 2\nsteps_per_generation: 4\nmax_steps: 100\nnum_iterations: 2\n",
-        "--num-rollout=25 --ppo-epochs=2",
-        "",
-    ),
-    ("a.yaml", TRL + "use_vllm: true\nvllm_importance_sampling_cap: 2\n", "--tis-clip=2 --tis-level=sequence", ""),
-    (
-        "a.sh",
-        f"{OPENRLHF} --actor.policy_loss_type gspo --train.max_epochs 4 --eval.steps -1",
-        "--loss-aggregation=sample_mean --ppo-epochs=4 --critic-lr=9e-06 --value-clip=0.5 --rollout-shuffle",
-        "--eval-interval",
-    ),
-    ("a.yaml", NEMO_BASE, "--eps-clip=0.2 --eps-clip-high=0.25 --loss-aggregation=sample_mean", "--use-kl-loss"),
-    (
-        "a.yaml",
-        "grpo: {adv_estimator: {name: reinforce_plus_plus}}\nloss_fn: {use_cispo: true, ratio_clip_min: 1, "
-        "ratio_clip_max: 4, reference_policy_kl_penalty: 0}\n",
-        "--policy-loss=cispo --ratio-min=0 --ratio-max=5 --advantage-estimator=reinforce_plus_plus_baseline "
-        "--normalize-advantages --lr-decay-style=constant",
-        "--eps-clip",
-    ),
-    (
-        "a.yaml",
-        "ppo: {adv_estimator: {name: gae, gae_lambda: 0.9}}\nvalue: {optimizer: {kwargs: {lr: 3.0e-6}}}\n"
-        "value_loss_fn: {cliprange: 0.3}\n",
-        "--advantage-estimator=ppo --lambd=0.9 --critic-lr=3e-06 --value-clip=0.3",
-        "",
-    ),
-    (
-        "a.yaml",
-        "grpo: {normalize_rewards: false, use_leave_one_out_baseline: true}\nloss_fn: "
-        "{use_importance_sampling_correction: true, truncated_importance_sampling_ratio: 5}\n",
-        "--advantage-estimator=rloo --use-tis --tis-level=token --tis-clip=5",
-        "",
-    ),
-    ("a.sh", f"{VERL_GRPO} {ACTOR}optim.lr_warmup_steps=10 {ACTOR}ppo_mini_batch_size=64", "--lr-warmup-iters=160", ""),
-    (
-        "a.sh",
-        f"{VERL_GRPO} {ACTOR}policy_loss.loss_mode=cispo {ACTOR}clip_ratio_low=10",
-        "--policy-loss=cispo --ratio-min=0 --ratio-max=1.2",
-        "",
-    ),
-    (
-        "a.sh",
-        "L=${L:-dppo_tv}\ncase $L in\n dppo_tv) C=0.15 ;;\n *) C=0.2 ;;\nesac\n"
-        f"{VERL_GRPO} {ACTOR}policy_loss.loss_mode=$L {ACTOR}clip_ratio_low=$C {ACTOR}clip_ratio_high=$C",
-        "--policy-loss=dppo_tv --dppo-tv-delta=0.15",
-        "",
-    ),
-    (
-        "a.py",
-        "a = LoraConfig(r=4, lora_alpha=9, target_modules=['o_proj'])\nGRPOTrainer('m', f, peft_config=a)",
-        "--lora-rank=4 --lora-alpha=9 --lora-dropout=0 --target-modules=o_proj",
-        "",
-    ),
-    (
-        "a.py",
-        "GRPOTrainer('m', f, peft_config=LoraConfig(use_rslora=True))",
-        "--lora-rank=8 --lora-alpha=8 --lora-dropout=0",
-        "peft_config.use_rslora = True",
-    ),
-    ("a.sh", f"{VERL_GRPO} actor_rollout_ref.model.lora.rank=16", "--lora-rank=16 --lora-alpha=32", ""),
-    ("a.sh", f"{VERL_GRPO} {ACTOR}entropy_coeff=0.01", "--entropy-coef=0.01", ""),
-    (
-        "a.sh",
-        "accelerate launch --num_processes=7 src/open_r1/grpo.py --num_generations 14 "
-        "--per_device_train_batch_size 16 --gradient_accumulation_steps 4",
-        "--global-batch-size=448 --rollout-batch-size=32 --n-samples-per-prompt=14",
-        "",
-    ),
-    (
-        "a.yaml",
-        "num_generations: 7\nper_device_train_batch_size: 16\nuse_vllm: false\n",
-        "--global-batch-size=112 --rollout-batch-size=16",
-        "",
-    ),
-    (
-        "a.sh",
-        'srun bash -c "pip install ray && python3 -m openrlhf.cli.train_ppo_ray --rollout_batch_size 64 '
-        '--n_samples_per_prompt 4 --train_batch_size 32 --enable_vllm_is_correction --use_icepop"',
-        "--rollout-batch-size=64 --use-tis --tis-mode=icepop",
-        "",
-    ),
-    (
-        "a.yaml",
-        "grpo: {num_prompts_per_step: 64, num_generations_per_prompt: 32}\npolicy: {train_global_batch_size: 512, "
-        "scheduler: [{name: torch.optim.lr_scheduler.LinearLR, kwargs: {start_factor: 0.1, total_iters: 13}}]}\n",
-        "--lr-warmup-iters=52",
-        "",
-    ),
-    (
-        "a.toml",
-        "orchestrator.batch_size = 64\norchestrator.train.group_size = 8\norchestrator.train.algo.type = 'max_rl'\n",
-        "--n-samples-per-prompt=8 --rollout-batch-size=8 --advantage-estimator=maxrl",
-        "",
-    ),
-    (
-        "a.toml",
-        "[orchestrator]\nbatch_size = 64\ngroup_size = 8\n",
-        "--disable-grpo-std-normalization --policy-loss=dppo_tv --dppo-tv-delta=0.2 --use-rollout-logprobs",
-        "--eps-clip",
-    ),
-    ("a.sh", f"{OPENRLHF} --eps_clip_low_high 0.1 0.28", "--eps-clip=0.1 --eps-clip-high=0.28", ""),
-    (
-        "a.sh",
-        f"{OPENRLHF} --actor.policy_loss_type gspo --actor.eps_clip_low_high 3e-4 4e-4",
-        "--eps-clip=3e-4 --eps-clip-high=4e-4",
-        "",
-    ),
-    ("a.sh", f"{OPENRLHF} --eps_clip_low_high $LOW 0.28", "--num-epoch=1", "--eps-clip"),
-    ("a.sh", f"{OPENRLHF} --lr_scheduler constant", "--lr-decay-style=constant", "--lr-warmup-fraction"),
-    ("a.sh", f"{OPENRLHF} --lr_scheduler constant_with_warmup", "--lr-warmup-fraction=0.03", ""),
-    (
-        "a.yaml",
-        TRL + "lr_scheduler_type: constant\nwarmup_steps: 5\n",
-        "--lr-decay-style=constant",
-        "--lr-warmup-iters",
-    ),
-    ("a.yaml", TRL + "lr_scheduler_type: constant_with_warmup\nwarmup_steps: 5\n", "--lr-warmup-iters=5", ""),
-    ("a.yaml", TRL + "top_p: 0.9\n", "--no-support-replay --rollout-top-p=0.9", ""),
-    (
-        "a.yaml",
-        TRL + "beta: 0.1\nsync_ref_model: true\nref_model_sync_steps: 64\nnum_iterations: 4\n",
-        "--ref-update-interval=16",
-        "",
-    ),
-    (
-        "a.yaml",
-        "grpo: {seed: 1}\npolicy: {max_grad_norm: 5, megatron_cfg: {enabled: true, optimizer: {clip_grad: 0.5}}}\n",
-        "--clip-grad=0.5",
-        "",
-    ),
-    (
-        "a.yaml",
-        "grpo: {seed: 1}\npolicy: {max_grad_norm: 5, megatron_cfg: {enabled: false, optimizer: {clip_grad: 0.5}}}\n",
-        "--clip-grad=5",
-        "",
-    ),
-    (
-        "a.sh",
-        f"{VERL_GRPO} model_engine=megatron {ACTOR}megatron.tensor_model_parallel_size=4",
-        "--tensor-model-parallel-size=4 --actor-num-gpus-per-node=8",
-        "",
-    ),
-    (
-        "a.sh",
-        f"{VERL_GRPO} {ACTOR}strategy=megatron {ACTOR}optim.lr_decay_style=cosine {ACTOR}optim.min_lr=1e-7 "
-        f"{ACTOR}optim.lr_decay_steps=300 {ACTOR}optim.lr_warmup_steps=10",
-        "--lr-decay-style=cosine --min-lr=1e-07 --lr-decay-iters=1200 --lr-warmup-iters=40",
-        "",
-    ),
-    (
-        "a.sh",
-        "deepspeed --num_gpus 8 grpo.py --num_generations 8 --per_device_train_batch_size 4",
-        "--global-batch-size=32 --rollout-batch-size=4",
-        "",
-    ),
-    *(
-        (
-            "a.py",
-            f"GRPOConfig(lr_scheduler_type='cosine_with_min_lr', lr_scheduler_kwargs={each})",
-            "--min-lr=1e-07",
-            "",
-        )
-        for each in ("{'min_lr_rate': 0.1}", "dict(min_lr_rate=0.1)")
-    ),
-    (
-        "a.sh",
-        "trl grpo --num_generations 4 --lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs "
-        "'{\"min_lr_rate\": 0.1}'",
-        "--lr-decay-style=cosine --min-lr=1e-07",
-        "",
-    ),
-    (
-        "a.yaml",
-        "grpo: {seed: 1}\npolicy: {scheduler: [{name: torch.optim.lr_scheduler.LinearLR, kwargs: {total_iters: 50}}, "
-        "{name: torch.optim.lr_scheduler.CosineAnnealingLR, kwargs: {T_max: 450}}, {milestones: [50]}], "
-        "train_global_batch_size: 512}\n",
-        "--lr-warmup-iters=50 --lr-decay-iters=500",
-        "",
-    ),
-    (
-        "a.toml",
-        PRIME + "[trainer.scheduler]\ntype = 'linear'\n",
-        "--lr-decay-style=constant --lr-warmup-iters=10",
-        "--min-lr --lr-decay-iters",
-    ),
-    (
-        "a.toml",
-        f"max_steps = 100\n{PRIME}[trainer.scheduler]\ntype = 'linear'\ndecay_steps = 90\nmin_lr = 1e-7\n",
-        "--lr-decay-style=linear --lr-warmup-iters=10 --min-lr=1e-07",
-        "",
-    ),
-    ("a.toml", PRIME + "[trainer.scheduler]\ntype = 'cosine'\n", "--lr-decay-style=cosine --lr-warmup-iters=10", ""),
-    ("a.toml", PRIME + "trainer.model.lora.rank = 8\n", "--lora-rank=8 --lora-alpha=32", ""),
-    ("a.toml", PRIME + "trainer.model.lora.alpha = 64\n", "--lora-rank=16 --lora-alpha=64", ""),
-    ("a.toml", PRIME + "[trainer.model.lora]\n", "--lora-rank=16 --lora-alpha=32", ""),
-    ("a.yaml", TRL + "min_p: 0.1\ntemperature: 0\n", "--rollout-min-p=0.1", "--no-support-replay"),
-    ("a.sh", f"{OPENRLHF} --top_p 0.9", "--no-support-replay", ""),
-    ("a.sh", f"{VERL_GRPO} {ROLLOUT}top_k=50", "--no-support-replay --rollout-top-k=50", ""),
-    ("a.sh", f"{VERL_GRPO} {ROLLOUT}top_k=50 {ROLLOUT}temperature=0.6", "--no-support-replay", ""),
-    (
-        "a.sh",
-        f"{VERL_GRPO} trainer.test_freq=5 data.val_files=v {ROLLOUT}val_kwargs.temperature=0.6",
-        "--eval-temperature=0.6",
-        "",
-    ),
-    ("a.sh", f"{VERL_GRPO} {ROLLOUT}response_length=7", "--rollout-max-response-len=7", ""),
-    (
-        "a.sh",
-        f"{VERL_GRPO} {CORRECTION}is=token {CORRECTION}is_threshold=0.5_5.0",
-        "--tis-mode=icepop --tis-clip-low=0.5 --tis-clip=5",
-        "",
-    ),
-    (
-        "a.sh",
-        f"{VERL_GRPO} {CORRECTION}rs=seq_mean_k1 {CORRECTION}rs_threshold=1.25",
-        "--rs-level=geometric --rs-lower-bound=0.8 --rs-upper-bound=1.25",
-        "",
-    ),
-    (
-        "a.sh",
-        f"{VERL_GRPO} {CORRECTION}rs=token_k1 {CORRECTION}rs_threshold=0.8_2.0",
-        "--rs-level=token --rs-lower-bound=0.5 --rs-upper-bound=1.25",
-        "",
-    ),
-    (
-        "a.sh",
-        f"{VERL_GRPO} algorithm.rollout_correction.bypass_mode=True {CORRECTION}is=token",
-        "--use-rollout-logprobs",
-        "--use-tis",
-    ),
-    (
-        "a.sh",
-        f"{VERL_GRPO} '{ACTOR}policy_loss={{loss_mode:clip_cov,clip_cov_ratio: 0.1}}'",
-        "--policy-loss=clip_cov --clip-cov-fraction=0.1",
-        "",
-    ),
-    (
-        "a.sh",
-        f"{OPENRLHF} --actor.aux_loss_coef 0.0 --reward.clip_range -10 10",
-        "--num-epoch=1",
-        "--moe-aux-loss-coeff",
-    ),
-    ("a.sh", f"{VERL_GRPO} actor_rollout_ref.model.lora_alpha=16", "--lr=1e-06", "--lora-alpha"),
-    (
-        "a.yaml",
-        "algorithm: {adv_estimator: grpo}\ndata: {image_key: images}\nactor_rollout_ref: {model: {path: a/b}}\n",
-        "--hf-checkpoint=a/b",
-        "--multimodal-keys",
-    ),
-    (
-        "a.sh",
-        f"{OPENRLHF} --actor.policy_loss_type gspo --algo.advantage.is_correction_level token",
-        "--use-rollout-logprobs --policy-loss=gspo",
-        "--use-tis",
-    ),
-    (
-        "a.sh",
-        f"{OPENRLHF} --algo.kl.use_loss --algo.kl.target 0.1",
-        "--kl-target=0.1 --kl-horizon=10000 --kl-loss-coef=0.01",
-        "",
-    ),
-    ("a.py", "a = GRPOConfig(beta=0.2)\na.beta = 0.1\nGRPOTrainer(args=a)", "--kl-loss-coef=0.1", ""),
-    (
-        "a.py",
-        "if __name__ == '__main__':\n a: C = GRPOConfig()\n a.beta = 0.1\n GRPOTrainer(args=a)",
-        "--kl-loss-coef=0.1",
-        "",
-    ),
-    ("a.py", "a = GRPOConfig()\nif x:\n a.max_grad_norm = 0.1\nGRPOTrainer(args=a)", "--seed=42", "--clip-grad"),
-    (
-        "a.py",
-        "class Mine(GRPOConfig):\n beta: float = 0.1\nGRPOTrainer(args=Mine(learning_rate=2e-6))",
-        "--kl-loss-coef=0.1 --lr=2e-06",
-        "",
-    ),
-    ("a.yaml", TRL + "max_grad_norm: null\n", "--clip-grad=0", ""),
-    ("a.yaml", TRL + "x: &x {beta: 0.1, seed: 3}\n<<: *x\nseed: 4\n", "--kl-loss-coef=0.1 --seed=4", ""),
-    (
-        "a.sh",
-        "python grpo_train.py --num_generations 8 --per_device_train_batch_size 8",
-        "--n-samples-per-prompt=8 --weight-decay=0",
-        "",
-    ),
-    (
-        "a.yaml",
-        "grpo: {seed: 1}\npolicy: {max_grad_norm: null, optimizer: {kwargs: {lr: 1.0e-6}}, megatron_cfg: {enabled: "
-        "true, optimizer: {lr: 2.0e-6, clip_grad: '${policy.max_grad_norm}'}, peft: {enabled: true, dim: 4}}}\n",
-        "--clip-grad=0 --lr=2e-06 --lora-rank=4 --lora-alpha=32",
-        "",
-    ),
-    ("a.yaml", "grpo: {seed: 1}\ndata: {train: {output_key: a}}\n", "--label-key=a", ""),
-    ("a.yaml", "grpo: {seed: 1, normalize_rewards: false, adv_estimator: {name: gdpo}}\n", "", "rloo"),
-    (
-        "a.yaml",
-        "loss_fn: {use_importance_sampling_correction: true, truncated_importance_sampling_type: icepop, "
-        "truncated_importance_sampling_ratio_min: 0.5}\n",
-        "--tis-mode=truncate --tis-clip=1000000",
-        "--tis-clip-low",
-    ),
-    (
-        "a.yaml",
-        "loss_fn: {use_importance_sampling_correction: true, truncated_importance_sampling_type: tis, "
-        "truncated_importance_sampling_ratio: 2, truncated_importance_sampling_ratio_min: 0.5}\n",
-        "--tis-mode=truncate --tis-clip=2 --tis-clip-low=0.5",
-        "",
-    ),
-    ("a.yaml", "loss_fn: {reference_policy_kl_type: k1}\n", "--kl-loss-type=k1 --use-unbiased-kl", ""),
-    ("a.yaml", "loss_fn: {use_kl_in_reward: true}\n", "--advantage-estimator=grpo", "--use-kl-loss --kl-coef"),
-    (
-        "a.sh",
-        f"{OPENRLHF} --eval.steps 5 --eval.dataset v",
-        "--eval-interval=5 --skip-eval-before-train --eval-temperature=0.6",
-        "",
-    ),
-    (
-        "a.toml",
-        f"{PRIME}trainer.loss.eps = 0.3\n",
-        "--policy-loss=dppo_tv --dppo-tv-delta=0.3 "
-        "--dynamic-sampling-filter-path=miles.rollout.filters:check_reward_nonzero_std",
-        "--drop-zero-std-groups",
-    ),
-    ("a.sh", f"{VERL_KL.format('gae')} trainer.critic_warmup=20", "--num-critic-only-steps=19", ""),
-    ("a.sh", f"{VERL_KL.format('gae')} trainer.critic_warmup=1", "--critic-lr=1e-05", "--num-critic-only-steps"),
-    ("a.sh", f"{OPENRLHF} --critic.freezing_steps 20", "--num-critic-only-steps=21", ""),
-    ("a.sh", f"{OPENRLHF} --freezing_actor_steps 0", "--num-critic-only-steps=1", ""),
-    ("a.toml", f"{PRIME}orchestrator.constant_trainer_batch_size = false\n", "--drop-zero-std-groups", ""),
-    ("a.toml", f"{PRIME}orchestrator.train.sampling.top_p = 0.9\n", "--rollout-top-p=0.9", "--no-support-replay"),
-    ("a.toml", "[orchestrator]\ngroup_size = 8\n", "--global-batch-size=128 --rollout-batch-size=16", ""),
-    (
-        "a.toml",
-        "orchestrator.train.env = [{id = 'a', group_size = 8, sampling = {temperature = 0.6}}]\n",
-        "--n-samples-per-prompt=8 --rollout-temperature=0.6 --rollout-batch-size=16 --apply-chat-template",
-        "",
-    ),
-]
-
-WHOLE = "over the whole vocabulary there; over the tokens that sampling keeps here"
-WARM = "has no effect there: constant_with_warmup is the schedule with a warm-up"
-# What differs there, and must be in the report: the file, the setting and a part of the sentence.
-DIFFERENT = [
-    ("a.sh", f"{OPENRLHF} --lr_scheduler constant --lr_warmup_ratio 0.1", "--lr_warmup_ratio", WARM),
-    ("a.yaml", TRL + "lr_scheduler_type: constant\nwarmup_ratio: 0.1\n", "warmup_ratio", WARM),
-    ("a.sh", f"{VERL_GRPO} {ROLLOUT}name=vllm {ROLLOUT}top_k=50 {ROLLOUT}temperature=0.6", "log-probs", WHOLE),
-    ("a.toml", PRIME + "orchestrator.sampling.top_p = 0.9\n", "log-probs", WHOLE),
-    ("a.yaml", "grpo: {seed: 1}\npolicy: {generation: {top_p: 0.9}}\n", "policy.generation.top_p", "trainer itself"),
-    ("a.sh", OPENRLHF, "--critic.adam.lr", "reached after 0.03 of the steps there"),
-    (
-        "a.sh",
-        f"{OPENRLHF} --algo.advantage.estimator reinforce_baseline",
-        "--algo.kl.init_coef",
-        "of those after it; and here: its own alone",
-    ),
-    ("a.sh", VERL_KL.format("reinforce_plus_plus_baseline"), "algorithm.kl_ctrl.kl_coef", "all of the answer"),
-    (
-        "a.yaml",
-        "grpo: {adv_estimator: {name: reinforce_plus_plus, minus_baseline: false}}\n"
-        "loss_fn: {use_kl_in_reward: true}\n",
-        "loss_fn.reference_policy_kl_penalty",
-        "its own alone; and here: its own and of those after it",
-    ),
-    ("a.yaml", "grpo: {seed: 1}\n", "loss_fn.reference_policy_kl_penalty", "weighted by 1 there"),
-    ("a.yaml", "grpo: {max_num_steps: 400}\n", "grpo.max_num_steps", "passes over the prompts there, if that comes"),
-    ("a.sh", f"{VERL_GRPO} trainer.total_training_steps=9", "trainer.total_training", "if that comes first: 30"),
-    ("a.toml", PRIME, "trainer.loss.type", "since September 2026 the default is ipo with eps 0.3"),
-    ("a.sh", "deepspeed --module openrlhf.cli.train_ppo --pretrain m", "openrlhf.cli.train_ppo", "before 0.8.0"),
-    ("a.sh", f"{OPENRLHF} --prompt_max_len 9 --generate_max_len 9", "--prompt_max_len", "cut there, left out here"),
-    ("a.sh", f"{OPENRLHF} --reward.model_name_or_path r", "--critic.model", "starts from the reward model there"),
-    ("a.sh", f"{OPENRLHF} --rollout.vllm_generate_batch_size 2048", "--rollout.vllm", "for 2048 prompts at once"),
-    ("a.yaml", "grpo: {val_period: 10}\n", "grpo.val_period", "--eval-prompt-data"),
-    ("a.yaml", f"{TRL}eval_strategy: steps\n", "eval_strategy", "--eval-prompt-data"),
-    ("a.sh", f"{OPENRLHF} --critic_learning_rate 1e-5", "--critic_learning_rate", "ends at 0.1 times this there"),
-    ("a.sh", f"{OPENRLHF} --critic.max_norm 0.5", "--critic.max_norm", "the policy's value here"),
-    (
-        "a.sh",
-        f"{VERL_KL.format('gae')} {ACTOR}optim.weight_decay=0.1",
-        "critic.optim.weight_decay",
-        "policy's value here",
-    ),
-    ("a.sh", f"{VERL_KL.format('gae')} {ACTOR}grad_clip=0.5", "critic.grad_clip", "policy's value here"),
-    ("a.sh", f"{VERL_KL.format('gae')} critic.optim.lr_scheduler_type=cosine", "critic.optim.lr_sch", "policy's value"),
-    ("a.yaml", "ppo: {seed: 1}\nvalue: {max_grad_norm: 0.5}\n", "value.max_grad_norm", "the policy's value here"),
-    (
-        "a.yaml",
-        "ppo: {seed: 1}\npolicy: {model_name: a}\nvalue: {model_name: b}\n",
-        "value.model",
-        "policy's value here",
-    ),
-    ("a.toml", PRIME + "trainer.scheduler.type = 'linear'\n", "trainer.scheduler.type", "over the last 10 steps there"),
-    ("a.sh", f"{VERL_GRPO} {CORRECTION}rs=token_k1 {CORRECTION}rs_threshold=2", f"{CORRECTION}rs", "leave the mean"),
-    (
-        "a.sh",
-        f"{VERL_GRPO} {ACTOR}policy_loss.loss_mode=sapo {ACTOR}use_kl_loss=True",
-        f"{ACTOR}use_kl_loss",
-        "follows loss_agg_mode",
-    ),
-    ("a.sh", f"{VERL_GRPO} {ACTOR}clip_ratio=0.3", f"{ACTOR}clip_ratio", "has no effect there"),
-    ("a.sh", f"{VERL_GRPO} {ACTOR}fsdp_config.model_dtype=bfloat16", f"{ACTOR}fsdp_config", "in fp32 here"),
-    (
-        "a.sh",
-        f"{VERL_KL.format('rloo')} {ACTOR}loss_agg_mode=seq-mean-token-sum",
-        "algorithm.use_kl_in_reward",
-        "its mean here",
-    ),
-    (
-        "a.yaml",
-        f"{TRL}steps_per_generation: 2\ngradient_accumulation_steps: 4\n",
-        "steps_per_generation",
-        "no whole number of steps of 32",
-    ),
-    ("a.yaml", f"{TRL}torch_dtype: bfloat16\n", "torch_dtype", "in fp32 here"),
-    ("a.yaml", "grpo: {seed: 1}\n", "grpo.use_leave_one_out_baseline", "mean and std of the group"),
-    ("a.yaml", "grpo: {seed: 1}\ndata: {max_input_seq_length: 9}\n", "data.max_input", "without a loss there"),
-    ("a.toml", PRIME + "trainer.model.ep_comm_backend = 'deepep'\n", "trainer.model.ep", "not clipped"),
-    *(
-        (
-            "a.yaml",
-            f"{TRL}loss_type: {loss}\nimportance_sampling_level: sequence\n",
-            "importance",
-            "of the sequence there",
-        )
-        for loss in ("cispo", "sapo")
-    ),
-]
 
 
-@pytest.mark.parametrize(("name", "text", "has", "lacks"), RIGHT)
+@pytest.mark.parametrize(("name", "text", "has", "lacks"), rows(__file__, "right"))
 def test_the_command_is_the_run_of_the_file(tmp_path, name, text, has, lacks):
     _, translation, _ = translated(tmp_path, name, text)
     groups = {" ".join(group).replace(" ", "=", 1) for group in translation.groups}
@@ -1106,7 +456,7 @@ def test_the_command_is_the_run_of_the_file(tmp_path, name, text, has, lacks):
     parse(translation.words)
 
 
-@pytest.mark.parametrize(("name", "text", "setting", "sentence"), DIFFERENT)
+@pytest.mark.parametrize(("name", "text", "setting", "sentence"), rows(__file__, "different"))
 def test_what_differs_is_named(tmp_path, name, text, setting, sentence):
     _, translation, _ = translated(tmp_path, name, text)
     assert [entry for entry in translation.differences if entry.label.startswith(setting) and sentence in entry.why]
@@ -1248,24 +598,7 @@ def test_images_are_read_from_their_column(tmp_path):
     assert "--multimodal-keys" not in translated(tmp_path, "a.sh", VERL_GRPO)[1].words
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "is_same"),
-    [
-        ("a.sh", "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo", True),
-        ("a.sh", "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo made.up=1", False),
-        ("a.sh", f"python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo {ACTOR}entropy_coeff=0.01", False),
-        ("a.sh", f"{VERL_GRPO} {ACTOR}policy_loss.loss_mode=geo_mean", False),
-        ("a.sh", f"{VERL_GRPO} {ROLLOUT}name=vllm {ROLLOUT}top_k=50", True),
-        ("a.sh", f"{VERL_GRPO} {ROLLOUT}name=vllm {ROLLOUT}top_k=50 {ROLLOUT}temperature=0.6", False),
-        ("a.sh", f"{VERL_GRPO} {ACTOR}policy_loss.loss_mode=kl_cov", False),
-        ("a.yaml", "num_generations: 8\nloss_type: grpo\nbeta: 0.1\n", True),
-        ("a.yaml", "num_generations: 8\nloss_type: bnpo\n", False),
-        ("a.yaml", "num_generations: 8\nloss_type: cispo\n", True),
-        ("a.yaml", "num_generations: 8\nloss_type: cispo\nimportance_sampling_level: sequence\n", False),
-        ("a.yaml", "num_generations: 8\ndelta: 1.1\n", False),
-        ("a.yaml", "grpo: {num_prompts_per_step: 8}\n", False),
-    ],
-)
+@pytest.mark.parametrize(("name", "text", "is_same"), rows(__file__, "proved"))
 def test_a_loss_is_called_the_same_only_where_conformance_has_proved_it(tmp_path, name, text, is_same, capsys):
     (tmp_path / name).write_text(text)
     assert cli.main(["translate", str(tmp_path / name)]) == 0
