@@ -119,6 +119,7 @@ def test_a_label_that_a_reward_of_the_run_cannot_read_is_refused(tmp_path, token
         ("regex", {"label": "("}, "is no pattern"),
         ("json_schema", {"label": '{"type": 3}'}, "is no JSON schema"),
         ("ifeval", {"label": "1"}, "has no instruction_id_list"),
+        ("ifeval", {"label": '{"instruction_id_list": ["a:b"], "kwargs": [{}]}'}, "no instruction is named a:b"),
         ("python_code", {"label": "1", "metadata": {"inputs": ["1"], "outputs": []}}, "lists of one length"),
     ],
 )
