@@ -94,7 +94,8 @@ def _listed(text: re.Match[str]) -> str:
 
 
 def _system(equations: re.Match[str]) -> str:
-    return equations[2].replace("&", "").replace(r"\\", ",")
+    rows = equations[2].replace("&=", "=")
+    return equations[0] if "&" in rows or r"\text" in rows else rows.replace(r"\\", ",")  # cases of a function
 
 
 def _ratio(terms: re.Match[str]) -> str:
@@ -131,6 +132,10 @@ _MISREAD: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"(?s)\\begin\s*\{(cases|aligned|gathered)\}(.*?)(?:\\\\\s*)?\\end\s*\{\1\}", _system),
     (rf"^\s*\\(?:mathrm|text|ce)\s*\{{(?=[^{{}}]*[_^])({_IN_BRACES})\}}\s*$", r"\1"),  # H_2O
     (r"(?<=\d)\s*\^\s*\{?\s*\\(?:text|mathrm)\s*\{\s*(?:st|[nr]d|th)\s*\}\s*\}?", ""),
+    (
+        r"^\s*\\text[a-z]*\s*\{(?=[^{}]*\d)(?![^{}]*\d-\d)((?:[^{}A-Za-z]|\b(?:and|or|[nxyz])\b)+)\}\s*$",
+        r"\1",
+    ),  # mathematics as text
     (r"^\s*\\text[a-z]*\s*\{([^{}]*(?:,|;|&|\band\b)[^{}]*)\}\s*$", _listed),
     (r"^[^:,=()]+(?::[^:,=()]+){2,}$", _ratio),
     (r"\\log\s*_\s*(?:e|\{\s*e\s*\})(?![A-Za-z])", r"\\ln "),
@@ -338,7 +343,10 @@ _BEFORE_ANSWER = re.compile(
     r"|\s*[A-Za-z][A-Za-z' ]{1,80}?(?::|\b(?:is|are)\b)(?=.*\d)"
 )
 _PROBABILITY = re.compile(r"\s*(?:\\mathbb\s*\{?P\}?|\\?Pr?|E)\s*[(\[]([^=()\[\]]*)[)\]]\s*=")
-_NAMED = re.compile(rf"[^=]*=\s*(?=\\begin\s*\{{[a-z]*matrix\}})|\s*(?:\\(?:det|dim|deg)\b|{_WRAPPER})[^=,&]*=(?!.*=)")
+_NAMED = re.compile(r"[^=]*=\s*(?=\\begin\s*\{[a-z]*matrix\})|\s*\\(?:det|dim|deg)\b[^=,&]*=(?!.*=)")
+_EQUATION_WITH_UNIT = re.compile(
+    rf"([^=]+=[^=]*[\d}}]){_SPACES}\\(?:text|mathrm)\s*\{{[^{{}}]*\}}(?:\s*\^\s*\{{?\d\}}?)?\s*"
+)
 
 
 def readings(content: str) -> list[str]:
@@ -350,7 +358,7 @@ def readings(content: str) -> list[str]:
     texts = [content, re.sub(r"(?<![\w.])(\d+)e(-\d)", r"\1 e\2", content), scaled(content)]
     starts = (pattern.match(content) for pattern in (_BEFORE_ANSWER, _PROBABILITY, _NAMED))
     texts += [content[start.end() :] for start in starts if start is not None]
-    if quantity := _UNIT_AT_END.fullmatch(content):
+    if quantity := _UNIT_AT_END.fullmatch(content) or _EQUATION_WITH_UNIT.fullmatch(content):
         texts.append(quantity[1])
     if content.count(r"\pm") == 1:
         signs = (("+", "-"), ("-", "+"))
