@@ -262,7 +262,7 @@ def _value(row: Row, label: Any, columns: _Columns) -> str | int | float:
             f"the label, column {columns.label!r}, is of type {type(label).__name__}; give text, a number or a list of "
             f"right answers, and put anything else into the column of --metadata-key"
         )
-    if not isinstance(label, str) and not math.isfinite(label):
+    if not isinstance(label, str | int) and not math.isfinite(label):  # no float holds some whole numbers
         row.refuse(f"the label, column {columns.label!r}, is {label}; give a finite number or text")
     if isinstance(label, str | int | float):
         return label

@@ -17,7 +17,9 @@ _OPENING = re.compile(  # in an item of a list too; with a mark, also after word
     r"(?:\s|[-*+]\s|\d{1,9}[.)]\s)*+(?P<words>[^`]++(?=`{3,}[\s{.]*+\w))?(?P<fence>`{3,}+|~{3,}+)(?P<info>[^`]*)$"
 )
 _INFO = re.compile(r"[\w{.]")  # begins right behind the fence; words after a space are the response's
-_MINUS_SIGNS = str.maketrans(dict.fromkeys("\N{MINUS SIGN}\N{SMALL HYPHEN-MINUS}\N{FULLWIDTH HYPHEN-MINUS}", "-"))
+_ASCII = {ord("\N{MINUS SIGN}"): "-", ord("\N{SMALL HYPHEN-MINUS}"): "-"}
+_ASCII |= {0xFEE0 + code: chr(code) for code in range(ord("!"), ord("~") + 1)}  # full width
+_DIGIT = re.compile(r"(?![0-9])\d")
 
 
 def after_reasoning(response: str) -> str:
@@ -46,9 +48,13 @@ def final_answer(response: str) -> str:
     return (after_reasoning(response) if tagged is None else tagged).strip()
 
 
-def with_plain_minus(text: str) -> str:
-    """Return ``text`` with each of Unicode's minus signs as the ``-`` of ASCII, which readers of numbers expect."""
-    return text.translate(_MINUS_SIGNS)
+def in_ascii(text: str) -> str:
+    """Return ``text`` with Unicode's minus signs, digits and full-width forms as ASCII has them.
+
+    >>> in_ascii("\N{MINUS SIGN}\N{ARABIC-INDIC DIGIT FOUR}\N{FULLWIDTH PERCENT SIGN}")
+    '-4%'
+    """
+    return _DIGIT.sub(lambda digit: str(int(digit[0])), text.translate(_ASCII))
 
 
 def last_code_block(response: str, *languages: str) -> str | None:

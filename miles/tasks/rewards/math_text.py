@@ -6,7 +6,7 @@ from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 
-from miles.tasks.rewards.answer_text import with_plain_minus
+from miles.tasks.rewards.answer_text import in_ascii
 
 BRACE = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
 # The text that may separate the boxes of one answer: "$x = \boxed{1}$ and $y = \boxed{2}$".
@@ -20,6 +20,7 @@ _THIN = "\N{NO-BREAK SPACE}\N{NARROW NO-BREAK SPACE}\N{FIGURE SPACE}\N{PUNCTUATI
 _GROUPS = re.compile(
     rf"(?<=\d)(?:\{{\s*(?:,|\\,)\s*\}}|\\[,;: ](?:\s*\\!)?|,?\\!|\\!,|~|[{_THIN}])\s*(?=\d{{3}}(?!\d))"
 )
+_DOTTED_GROUPS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:\.\d{3}){2,}(?![\d.]\d)(?!\d)")
 _SPACED_GROUPS = re.compile(r"[-+]?\d{1,3}(?: \d{3})+(?:\.\d+)?")
 _MIXED = re.compile(r"([-+]?\d+)\s+(\d+)\s*/\s*(\d+)")
 _FRACTION_SIGN = re.compile("[¼-¾⅐-⅞]")
@@ -31,9 +32,11 @@ _TIMES_TEN = re.compile(r"(?<=\d)\s*[xX*]\s*10\s*(?=\^)")
 _SIGNED_POWER = re.compile(r"\^\s*([+-]\s*\d+)")
 _SUPERSCRIPTS = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
 _SIGNS = {"×": r"\times ", "·": r"\cdot ", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "∪": r"\cup "}
-_SIGNS |= {"≠": r"\ne ", "∈": r"\in ", "∅": r"\emptyset ", "°": r"^\circ ", "…": r"\ldots ", "\N{FULLWIDTH COMMA}": ","}
+_SIGNS |= {"≠": r"\ne ", "∈": r"\in ", "∅": r"\emptyset ", "°": r"^\circ ", "…": r"\ldots "}
 _SIGNS |= {"º": r"^\circ ", "≈": r"\approx ", "′": "'", "″": "''"}
-_SIGNS |= {r"\varnothing": r"\emptyset ", r"^\degree": r"^\circ ", r"\degree": r"^\circ "}
+_SIGNS |= {r"\varnothing": r"\emptyset ", r"^\degree": r"^\circ ", r"\degree": r"^\circ ", r"\colon": ":"}
+_SIGNS |= {r"\langle": "(", r"\rangle": ")", r"\lbrace": r"\{", r"\rbrace": r"\}", "ℝ": r"\mathbb{R}"}
+_SIGNS |= {r"\nicefrac": r"\frac", r"\sfrac": r"\frac"}
 _SIGN = re.compile("|".join(map(re.escape, _SIGNS)))
 _DOTS = r"(?:\\[lc]?dots[bc]?(?![A-Za-z])|\.{3})"
 _REPEATING = re.compile(
@@ -84,18 +87,58 @@ def _mixed_percent(parts: re.Match[str]) -> str:
     return rf"\frac{{{whole * below + above}}}{{{below}}}\%"
 
 
+def _listed(text: re.Match[str]) -> str:
+    parts = re.split(r"\s*(?:,|;|&|\band\b)\s*", text[1])
+    has_number = any(character.isdigit() for character in text[1])
+    return text[0] if has_number else ",".join(f"\\text{{{part.strip('()')}}}" for part in parts if part)
+
+
+def _system(equations: re.Match[str]) -> str:
+    rows = equations[2].replace("&=", "=")
+    return equations[0] if "&" in rows or r"\text" in rows else rows.replace(r"\\", ",")  # cases of a function
+
+
+def _ratio(terms: re.Match[str]) -> str:
+    first, *others = map(str.strip, terms[0].split(":"))
+    if any(other.startswith("0") for other in others):  # a time
+        return _date(terms)
+    return f"(1,{','.join(rf'({other})/({first})' for other in others)})"
+
+
+def _date(parts: re.Match[str]) -> str:
+    return rf"d_{{{'n'.join(number.lstrip('0') for number in re.findall(r'[0-9]+', parts[0]))}}}"
+
+
 _MONTHS = "(?:Jan|Febr)uary|March|April|May|June|July|August|(?:Septem|Octo|Novem|Decem)ber"
-FULLWIDTH = {0xFF10 + digit: str(digit) for digit in range(10)}
 _IN_BRACES = r"(?:[^{}]|\{[^{}]*\})*"
 _DEGREES = r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))\s*"
+_GREEK = r"(\\(?:pi|alpha|beta|gamma|delta|theta|lambda|mu|nu|rho|sigma|tau|varphi|phi|omega)(?![A-Za-z]))"
+_ARGUMENT = rf"(?:\{{{_IN_BRACES}\}}|\w)"
 _TRIGONOMETRIC = r"(sin|cos|tan|cot|sec|csc)(\s*\^\s*(?:\{\s*-?\d\s*\}|\d)|)"
 # What math-verify misreads or leaves out, and what it reads instead. Applied in this order,
 # and compiled when they are first used: every command imports this file.
 _MISREAD: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"\{\{([^{}]*)\}\}", r"{\1}"),  # a box inside \text{}
-    (rf"\\(?:boldsymbol|bm|underline|mathbf|mathsf)\s*\{{({_IN_BRACES})\}}", r" \1"),
-    (r"\\color\s*\{[^{}]*\}", ""),
+    (rf"\\(?:boldsymbol|bm|underline|math(?:bf|sf|tt)|ensuremath|emph)\s*\{{({_IN_BRACES})\}}", r" \1"),
+    (r"\\(?:(?:text)?color|hspace)\s*\{[^{}]*\}", ""),
     (r"\{\s*\\rm\s+([^{}]*)\}", r"\\text{\1}"),
+    (r"\\(?:rm|bf|it|checkmark|small|large|Large|LARGE|huge|Huge|[bB]igg?[lmr]?)(?![A-Za-z])", ""),
+    (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),
+    (r"\\(hat|vec|bar|tilde)\s+([A-Za-z])", r"\\\1{\2}"),
+    (rf"(\\[dt]?frac|\\sqrt)\s*{_GREEK}", r"\1{\2}"),
+    (rf"(\\[dt]?frac\s*{_ARGUMENT})\s*{_GREEK}", r"\1{\2}"),
+    (rf"\^\s*(\\[dt]?frac\s*{_ARGUMENT}\s*{_ARGUMENT})", r"^{\1}"),
+    (r"\\lg(?![A-Za-z])", r"\\log_{10}"),
+    (r"(?s)\\begin\s*\{(cases|aligned|gathered)\}(.*?)(?:\\\\\s*)?\\end\s*\{\1\}", _system),
+    (rf"^\s*\\(?:mathrm|text|ce)\s*\{{(?=[^{{}}]*[_^])({_IN_BRACES})\}}\s*$", r"\1"),  # H_2O
+    (r"(?<=\d)\s*\^\s*\{?\s*\\(?:text|mathrm)\s*\{\s*(?:st|[nr]d|th)\s*\}\s*\}?", ""),
+    (
+        r"^\s*\\text[a-z]*\s*\{(?=[^{}]*\d)(?![^{}]*\d-\d)((?:[^{}A-Za-z]|\b(?:and|or|[nxyz])\b)+)\}\s*$",
+        r"\1",
+    ),  # mathematics as text
+    (r"^\s*\\text[a-z]*\s*\{([^{}]*(?:,|;|&|\band\b)[^{}]*)\}\s*$", _listed),
+    (r"^[^:,=()]+(?::[^:,=()]+){2,}$", _ratio),
+    (r"\\log\s*_\s*(?:e|\{\s*e\s*\})(?![A-Za-z])", r"\\ln "),
     (r"\\mathrm\s*(?:\{\s*([ie])\s*\}|([ie])(?![A-Za-z]))", r"\1\2"),
     (
         r"\\(?:text[a-z]*|mathrm|mbox)\s*\{\s*([-+]?\d[\d,]*(?:\.\d+)?)((?:\\?%)?)"
@@ -116,11 +159,14 @@ _MISREAD: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"\\(?:triangle|angle|Delta)\s*([A-Z]{2,})", r" a_{\1}"),
     (r"(?<![A-Za-z])([A-Za-z])('+)", lambda prime: f"{prime[1]}_{{{'p' * len(prime[2])}}}"),
     (r"(?<![A-Za-z\\])([Ee])_(?:\{(\w+)\}|(\w))", r"x_{\1\2\3}"),  # a symbol, not Euler's number
-    (r"√\s*(?:(\d+|[A-Za-z])|\(([^()]*)\))", r"\\sqrt{\1\2}"),
+    (r"(?:√|(?<![A-Za-z\\])sqrt)\s*(?:(\d+|[A-Za-z])|\(((?:[^()]|\([^()]*\))*)\))", r"\\sqrt{\1\2}"),
+    (r"(?<=[\w)}])\s*\*\*\s*(-?\d+)", r"^{\1}"),
     (r"(?:^|(?<=[=,(]))\s*\N{EN DASH}\s*(?=[\d\\])", "-"),
-    (r"^\s*\\approx", ""),
+    (r"^\s*(?:=|\\(?:approx|simeq|sim(?=\s*\d)|therefore|implies|Rightarrow)(?![A-Za-z]))", ""),
     (r"^\s*(?=[<>]|\\(?:[lg]eq?|[lg]t|neq?|[lg]eqslant)(?![A-Za-z]))", "x "),
     (r"(?<=\d)\s*\\q?quad\s*(?=[-+]?\d)", ","),
+    (r"^\s*(?:\\text\s*\{\s*)?\d{4}-\d\d?-\d\d?\s*\}?\s*$", _date),  # no subtraction
+    (r"^\s*(?:\\text\s*\{\s*)?\d\d?/\d\d?/\d{4}\s*\}?\s*$", _date),
 ]
 _APART = re.compile(r"(?<=\d)(?<![\^_]\d)\s+(?=\d+(?!\d|\s*/))")
 _UNIT_BEFORE_NUMBER = re.compile(r"(?<=\d)\s*\\text\{[^{}]*\}\s*(?=\d)")
@@ -166,10 +212,10 @@ def spelled_numbers(text: str) -> str:
     >>> spelled_numbers(r"12\,345, 1.5e-3, 0.1\overline{6}")
     '12345, 0.0015, \\frac{1}{6}'
     """
-    text = _SIGN.sub(lambda sign: _SIGNS[sign[0]], with_plain_minus(text))
+    text = _SIGN.sub(lambda sign: _SIGNS[sign[0]], in_ascii(text))
     text = _FRACTION_SIGN.sub(lambda sign: r"\frac{{{}}}{{{}}}".format(*_parts_of(sign[0])), text)
     text = _SUPERSCRIPTS.sub(lambda power: f"^{{{unicodedata.normalize('NFKC', power[0])}}}", text)
-    text = without_groups(with_plain_minus(text))
+    text = without_groups(in_ascii(text))
     text = _EXPONENT.sub(lambda number: f"{Decimal(number[0]):f}", text)
     text = _SIGNED_POWER.sub(r"^{\1}", _TIMES_TEN.sub(r"\\times 10", text))
     text = _CUT_DECIMAL.sub(r"\1", _REPEATING.sub(_fraction, text))
@@ -179,10 +225,10 @@ def spelled_numbers(text: str) -> str:
 def without_groups(text: str) -> str:
     r"""Return ``text`` without LaTeX's and Unicode's separators of thousands.
 
-    >>> without_groups(r"12\,345 and 1{,}234"), without_groups("1, 234")
-    ('12345 and 1234', '1, 234')
+    >>> without_groups(r"12\,345 and 1{,}234"), without_groups("1, 234"), without_groups("1.234.567")
+    ('12345 and 1234', '1, 234', '1234567')
     """
-    return _GROUPS.sub("", text)
+    return _DOTTED_GROUPS.sub(lambda number: number[0].replace(".", ""), _GROUPS.sub("", text))
 
 
 def _parts_of(sign: str) -> list[str]:
@@ -205,7 +251,7 @@ def readable(content: str) -> str:
     >>> readable(r"\$1{,}234.50."), readable("BCA"), readable("xy")
     ('1234.50', '(\\text{BCA})', 'xy')
     """
-    text = _SIGN.sub(lambda sign: _SIGNS[sign[0]], content.replace(r"\$", "$").translate(FULLWIDTH))
+    text = _SIGN.sub(lambda sign: _SIGNS[sign[0]], in_ascii(content.replace(r"\$", "$")))
     text = text.strip("*`\"' \n") if text[:1] in "'`\"" else text  # here, so that no quote is read as a prime
     for pattern, replacement in _MISREAD:
         text = re.sub(pattern, replacement, text)
@@ -261,7 +307,8 @@ def _is_product(capitals: re.Match[str]) -> bool:
 def _wrapped(text: str, words: re.Match[str] | None) -> str:
     """Mark ``text`` as words: of a unit, which math-verify leaves out, or in brackets, which keep it."""
     before = "" if words is None else words.string[: words.start()].rstrip()[-4:]
-    is_answer = not before or before[-1] in "([{,;:=&<>+" or before.endswith((" and", " or"))
+    is_symbol = words is not None and words.string[words.end() : words.end() + 1] in ("_", "^")
+    is_answer = not is_symbol and (not before or before[-1] in "([{,;:=&<>+" or before.endswith((" and", " or")))
     return rf"(\text{{{text}}})" if is_answer else rf"\text{{{text}}}"
 
 
@@ -293,9 +340,13 @@ _UNIT_AT_END = re.compile(
 )
 _BEFORE_ANSWER = re.compile(
     rf"\s*{_WRAPPER}[^{{}}]{{0,80}}(?:[:,]|\b(?:is|are|about|approximately|exactly))\s*\}}(?=.*\d)"
+    r"|\s*[A-Za-z][A-Za-z' ]{1,80}?(?::|\b(?:is|are)\b)(?=.*\d)"
 )
 _PROBABILITY = re.compile(r"\s*(?:\\mathbb\s*\{?P\}?|\\?Pr?|E)\s*[(\[]([^=()\[\]]*)[)\]]\s*=")
-_MATRIX = re.compile(r"[^=]*=\s*(?=\\begin\s*\{[a-z]*matrix\})")
+_NAMED = re.compile(r"[^=]*=\s*(?=\\begin\s*\{[a-z]*matrix\})|\s*\\(?:det|dim|deg)\b[^=,&]*=(?!.*=)")
+_EQUATION_WITH_UNIT = re.compile(
+    rf"([^=]+=[^=]*[\d}}]){_SPACES}\\(?:text|mathrm)\s*\{{[^{{}}]*\}}(?:\s*\^\s*\{{?\d\}}?)?\s*"
+)
 
 
 def readings(content: str) -> list[str]:
@@ -305,9 +356,9 @@ def readings(content: str) -> list[str]:
     A choice with its value, (B) 42, is each of the two. What ``\pm`` joins are two values.
     """
     texts = [content, re.sub(r"(?<![\w.])(\d+)e(-\d)", r"\1 e\2", content), scaled(content)]
-    starts = (pattern.match(content) for pattern in (_BEFORE_ANSWER, _PROBABILITY, _MATRIX))
+    starts = (pattern.match(content) for pattern in (_BEFORE_ANSWER, _PROBABILITY, _NAMED))
     texts += [content[start.end() :] for start in starts if start is not None]
-    if quantity := _UNIT_AT_END.fullmatch(content):
+    if quantity := _UNIT_AT_END.fullmatch(content) or _EQUATION_WITH_UNIT.fullmatch(content):
         texts.append(quantity[1])
     if content.count(r"\pm") == 1:
         signs = (("+", "-"), ("-", "+"))

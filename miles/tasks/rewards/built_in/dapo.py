@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from miles.tasks.rewards.answer_text import reference_text, with_plain_minus
+from miles.tasks.rewards.answer_text import in_ascii, reference_text
 from miles.tasks.rewards.base import Reward, Rewards
 from miles.tasks.rewards.built_in.deepscaler import last_box
 from miles.types.sample import Prompt, Sample
@@ -70,7 +70,7 @@ def plain_value(text: str) -> str:
     >>> plain_value(r"$x = \boxed{1,234}$.")
     '1234'
     """
-    text = with_plain_minus(text).replace("{,}", ",")
+    text = in_ascii(text).replace("{,}", ",")
     formulas = list(_FORMULA.finditer(text))
     if len(formulas) == 1 and "=" not in _FORMULA.sub("", text):
         text = formulas[0][1] or formulas[0][2]

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from importlib.util import find_spec
 from typing import Any
 
 from miles.base.flags import flag
@@ -78,16 +79,9 @@ def followed_share(
     from if_verifiable.ifeval import INSTRUCTION_DICT
     from langdetect import DetectorFactory
 
-    unknown = [kind for kind in kinds if kind not in INSTRUCTION_DICT]
-    if unknown:
-        return 0.0, f"no instruction is named {one_line(str(unknown[0]), 80)}"
     DetectorFactory.seed = 0
     try:
         _, scores = evaluate_instructions(answer, kinds, arguments, prompt, INSTRUCTION_DICT)
-        for kind, values in zip(kinds, arguments, strict=True):
-            names = INSTRUCTION_DICT[kind](kind).get_instruction_args_keys()
-            if missing := [name for name in names if values.get(name) is None]:
-                return 0.0, f"{kind} lacks {' and '.join(missing)}, which the package has drawn at random"
     except LookupError as error:
         if "punkt" not in str(error):
             raise
@@ -97,11 +91,32 @@ def followed_share(
     return scores.partial_loose if loose else scores.partial_strict, None
 
 
-def _instructions(prompt: Prompt) -> tuple[list[Any], list[Any]]:
+def arguments_of_instructions() -> dict[str, list[str]]:
+    """Return the names of the arguments that each kind of instruction takes."""
+    from if_verifiable.ifeval import INSTRUCTION_DICT
+
+    return {kind: list(instruction(kind).get_instruction_args_keys()) for kind, instruction in INSTRUCTION_DICT.items()}
+
+
+@cache
+def _known() -> dict[str, list[str]]:
+    known: dict[str, list[str]] = subprocess_call(arguments_of_instructions, seconds=10 * SECONDS)
+    return known
+
+
+def _instructions(prompt: Prompt) -> tuple[list[str], list[dict[str, Any]]]:
     row = reference_object(prompt, "ifeval", "instruction_id_list")
     kinds, arguments = row["instruction_id_list"], row.get("kwargs")
     if not isinstance(kinds, list) or not kinds or not isinstance(arguments, list) or len(arguments) != len(kinds):
         raise _refused(prompt, "instruction_id_list and kwargs must be lists of one length, not empty")
+    arguments = [{} if values is None else values for values in arguments]  # as Arrow has an object without keys
+    if not all(isinstance(kind, str) for kind in kinds) or not all(isinstance(values, dict) for values in arguments):
+        raise _refused(prompt, "instruction_id_list must hold names, and kwargs an object for each")
+    for kind, values in zip(kinds, arguments, strict=True) if find_spec("if_verifiable") else ():
+        if kind not in _known():
+            raise _refused(prompt, f"no instruction is named {one_line(kind, 80)}")
+        if missing := [name for name in _known()[kind] if values.get(name) is None]:
+            raise _refused(prompt, f"{kind} lacks {' and '.join(missing)}, which the package would draw at random")
     return kinds, arguments
 
 

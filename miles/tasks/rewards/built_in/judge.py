@@ -15,7 +15,7 @@ from typing import Any, Optional
 
 from miles.base.flags import Errors, flag
 from miles.base.text import InputError, one_line
-from miles.tasks.rewards.answer_text import after_reasoning, plain_number
+from miles.tasks.rewards.answer_text import after_reasoning, in_ascii, plain_number
 from miles.tasks.rewards.base import NotAReward, Reward, Rewards
 from miles.tasks.rewards.http_calls import HttpCallError, JsonClient, check_url
 from miles.types.sample import Sample
@@ -36,11 +36,11 @@ Explain in a few sentences, then end with a line "Score: N".
 """
 _PLACE = re.compile(r"\{(prompt|response|label|max_score)\}")
 _NUMBER = r"[0-9]{1,9}(?:\.[0-9]{1,9})?"
-_SPACE = r"[ \t\r*_.]{0,6}"
+_SPACE = r"[ \t\r*_.`]{0,6}"
 # A separate line, which may end with "/10" or "out of 10", and a remark in parentheses.
 _SCORE = re.compile(
-    rf"^[ \t>#*_\-]{{0,8}}(?:(?:final|overall|total)[ \t]{{1,3}})?score[ \t*_]{{0,6}}[:=][ \t*_]{{0,6}}([+-]?{_NUMBER})"
-    rf"{_SPACE}(?:(?:/|out of)[ \t]{{0,3}}({_NUMBER}){_SPACE})?(?:\([^()\n]{{0,80}}\){_SPACE})?$",
+    rf"^[ \t>#*_\-]{{0,8}}(?:(?:final|overall|total)[ \t]{{1,3}})?score[ \t*_]{{0,6}}[:=][ \t*_`]{{0,6}}"
+    rf"([+-]?{_NUMBER}){_SPACE}(?:(?:/|out of)[ \t]{{0,3}}({_NUMBER}){_SPACE})?(?:\([^()\n]{{0,80}}\){_SPACE})?$",
     re.IGNORECASE | re.MULTILINE,
 )
 _BUSY_SECONDS = 5.0  # for another run to release the cache; after a first fault no call waits again
@@ -275,7 +275,7 @@ def last_score(reply: str, best: float | None = None) -> float | None:
     >>> last_score("Score: 3\nNo:\n**Score: 7**/10 (max score 10)"), last_score("Score: 4/5", 10)
     (7.0, 8.0)
     """
-    scores = _SCORE.findall(after_reasoning(reply))
+    scores = _SCORE.findall(in_ascii(after_reasoning(reply)))
     if not scores:
         return None
     score, of = scores[-1]

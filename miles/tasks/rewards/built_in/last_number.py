@@ -4,15 +4,15 @@ import re
 from collections.abc import Sequence
 from decimal import Decimal
 
-from miles.tasks.rewards.answer_text import reference_text, with_plain_minus
+from miles.tasks.rewards.answer_text import in_ascii, reference_text
 from miles.tasks.rewards.base import Reward, Rewards
-from miles.tasks.rewards.math_text import FULLWIDTH, without_groups
+from miles.tasks.rewards.math_text import without_groups
 from miles.types.sample import Prompt, Sample
 
-# A minus that follows a word, a number or a closing bracket is a subtraction ("7-3"), not a sign.
+# A minus that follows a word, a number or a closing bracket is a subtraction ("7-3"), not a sign; a dash, as a minus.
 _NUMBER = re.compile(
     r"""
-    (?P<sign> (?<![\w.)\]]) - )?
+    (?P<sign> (?<![\w.)\]]) [-\N{EN DASH}] (?: \\?[$€£¥] )? | (?<==\ ) -\ )?
     (?P<digits> [0-9]{1,3} (?: ,[0-9]{3} )+ (?![0-9]) (?: \.[0-9]+ )?  # 1,234,567.8
               | [0-9]+ (?: \.[0-9]+ )?                                 # 1234.5
               | \.[0-9]+ )                                             # .5
@@ -20,8 +20,6 @@ _NUMBER = re.compile(
     """,
     re.VERBOSE | re.ASCII,
 )
-# A dash in front of a digit is a sign where a minus is one.
-_TYPOGRAPHY = {ord("\N{EN DASH}"): "-", **FULLWIDTH}
 
 
 class LastNumber(Reward[None]):
@@ -51,12 +49,12 @@ def find_last_number(text: str) -> Decimal | None:
     Decimal('4000.50')
     """
     last = None
-    plain = without_groups(with_plain_minus(text)).translate(_TYPOGRAPHY)
+    plain = without_groups(in_ascii(text))
     for last in _NUMBER.finditer(plain):  # noqa: B007 (the last one is what we want)
         pass
     if last is None:
         return None
-    return Decimal((last["sign"] or "") + last["digits"].replace(",", "") + (last["exponent"] or ""))
+    return Decimal("-" * bool(last["sign"]) + last["digits"].replace(",", "") + (last["exponent"] or ""))
 
 
 def _reference(prompt: Prompt) -> Decimal:

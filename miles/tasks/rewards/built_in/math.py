@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from decimal import Decimal
 from typing import Any
 
-from miles.tasks.rewards.answer_text import after_reasoning, reference_text
+from miles.tasks.rewards.answer_text import after_reasoning, reference_text, tagged_answer
 from miles.tasks.rewards.base import Reward, Rewards, log_no_verdict
 from miles.tasks.rewards.math_text import (
     choice_of,
@@ -28,6 +28,9 @@ LONGEST_EXACT = 4  # decimal places: amounts of money differ if a digit does, re
 _MARKS = re.compile(r"[\s$.,;:!?'\"{}\\]")
 _MONEY = re.compile(r"\\\$(?=[-+]?[\d.])")
 _OR = re.compile(r"\bor\b|\\text\s*\{\s*or\s*\}|\\(?:lor|vee)(?![A-Za-z])")
+_DENIED = re.compile(r"\bnot\s+\$?[-+]?\d[\d.,]*\d?\$?", re.IGNORECASE)
+_EITHER = re.compile(r"(?<![\w.,])(\d+(?:\.\d+)?)\s+or\s+(\d+(?:\.\d+)?)(?=\D*\Z)")
+_PROSE = re.compile(r"\n|(?:\b[A-Za-z]{2,}[ ,]+){3}")
 _INLINE = re.compile(r"(?<!\\)\$[^$]+(?<!\\)\$|\\[(\[]")
 _FORMULA = re.compile(r"\s*(?:\$\$?|\\\(|\\\[)(?P<content>(?:[^$\\]|\\[^()\[\]])+)(?:\$\$?|\\\)|\\\])[\s.]*", re.DOTALL)
 
@@ -60,19 +63,22 @@ class ComparedAsMathematics(Reward[None]):
 class Math(ComparedAsMathematics):
     r"""1 if the answer after the reasoning equals the label mathematically, else 0.
 
-    The answer is the last box (``\boxed{}`` or ``\fbox{}``); without one, math-verify looks for LaTeX and plain
-    expressions. math-verify also decides equality, except for numbers: exact ones are compared exactly, floats by their
-    first six digits. Words and sequences of letters are text, and a list with dots is its terms. A comparison that does
-    not end within ``SECONDS``, or kills its process, is logged and scored 0: no equality was shown. A label that states
-    nothing is an error.
+    The answer is the last box (``\boxed{}`` or ``\fbox{}``), else the content of ``<answer>``; without either,
+    math-verify looks for LaTeX and plain expressions. math-verify also decides equality, except for numbers: exact ones
+    are compared exactly, floats by their first six digits. Words and sequences of letters are text, and a list with
+    dots is its terms. A comparison that does not end within ``SECONDS``, or kills its process, is logged and scored 0:
+    no equality was shown. A label that states nothing is an error.
     """
 
     name = "math"
     summary = "1 if the answer equals the label mathematically (math-verify)"
 
     def answer(self, response: str) -> str:
-        """Return what follows the reasoning."""
-        return after_reasoning(response)
+        """Return what follows the reasoning; if that has no box, the content of ``<answer>``."""
+        text, tagged = after_reasoning(response), tagged_answer(response)
+        if tagged is None or final_boxes(text) is not None:
+            return text
+        return tagged if _INLINE.search(tagged) or _PROSE.search(tagged.strip()) else f"\\boxed{{{tagged}}}"
 
 
 def score_answer(sample: Sample, answer: str, rm_type: str) -> float:
@@ -152,8 +158,9 @@ def _of_response(response: str, boxed: str | None) -> list[Any]:
     """Return the readings of the box's content, else of the answer that math-verify finds in a response without one."""
     if boxed is not None:
         return _of_content(boxed)
-    text = _MONEY.sub("", response)
-    values = [value for text in dict.fromkeys((text, scaled(text))) for value in _parse(spelled_numbers(text))]
+    text = _EITHER.sub(r"$\1,\2$", _DENIED.sub("", _MONEY.sub("", response)))
+    texts = dict.fromkeys((text, scaled(text)))
+    values = [value for text in texts for value in _parse(spelled_numbers(text), is_formula=False)]
     numbers = [value for value in values if not isinstance(value, str) and not value.free_symbols]
     return [*numbers, *(value for text in values if isinstance(text, str) for value in _of_content(text))]
 
@@ -166,13 +173,20 @@ def _of_content(text: str) -> list[Any]:
         regions = [_region(value) for part in parts for value in _parse(f"\\boxed{{{readable(part)}}}")[:1]]
         if all(isinstance(region, Set) and not region.is_FiniteSet for region in regions):
             return [Union(*regions)]
-    return [value for reading in readings(text) for value in _parse(f"\\boxed{{{readable(reading)}}}")]
+    return [
+        value
+        for reading in readings(text)
+        for value in _parse(f"\\boxed{{{readable(reading)}}}")
+        if not isinstance(value, str)
+    ]
 
 
-def _parse(text: str) -> list[Any]:
-    from math_verify import parse  # takes a second
+def _parse(text: str, *, is_formula: bool = True) -> list[Any]:
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse  # takes a second
 
-    parsed: list[Any] = parse(text, parsing_timeout=None)  # its timeouts do not stop C code; ``subprocess_call`` does
+    # In a formula that it cannot read, such as ``x \\mapsto 3``, no number is searched for: 3 is not its value.
+    kinds = [LatexExtractionConfig()] if is_formula else [LatexExtractionConfig(), ExprExtractionConfig()]
+    parsed: list[Any] = parse(text, kinds, parsing_timeout=None)  # its timeouts do not stop C code, ours do
     return parsed
 
 
@@ -182,6 +196,8 @@ def _is_same(gold: Any, answer: Any) -> bool:
     if grader.sympy_numeric_eq is not equal_numbers:  # it rounds to 6 decimals, and so takes 1e-7 for 0
         global _equal_matrices
         _equal_matrices, grader.sympy_numeric_eq = grader.sympy_numeric_eq, equal_numbers
+    if any(map(_are_points, (gold, answer))) and any(map(_is_inequality, (gold, answer))):
+        return False
     pairs = [(gold, answer)]
     if not isinstance(gold, str) and not isinstance(answer, str):
         pairs.append((_with_imaginary_unit(gold), _with_imaginary_unit(answer)))
@@ -197,12 +213,26 @@ def _with_imaginary_unit(value: Any) -> Any:
 
     In an inequality it is one.
     """
-    from sympy import Eq, I
-    from sympy.core.relational import Relational
+    from sympy import I
 
-    if value.atoms(Relational) - value.atoms(Eq):
+    if _is_inequality(value):
         return value
     return value.subs({symbol: I for symbol in value.free_symbols if symbol.name == "i"})
+
+
+def _is_inequality(value: Any) -> bool:
+    from sympy import Eq
+    from sympy.core.relational import Relational
+
+    return not isinstance(value, str) and bool(value.atoms(Relational) - value.atoms(Eq))
+
+
+def _are_points(value: Any) -> bool:
+    """Whether ``value`` is a set of numbers, which math-verify takes for the range between two of them."""
+    from sympy import FiniteSet
+    from sympy.core.relational import Relational
+
+    return isinstance(value, FiniteSet) and not value.atoms(Relational)
 
 
 def _region(value: Any) -> Any:

@@ -93,6 +93,12 @@ def test_what_the_template_writes_is_allowed(tmp_path, base_tokenizer, monkeypat
     assert prompt.text == text
 
 
+def test_a_label_may_be_a_whole_number_that_no_float_holds(tmp_path, tokenizer):
+    source = write_rows(tmp_path / "rows.jsonl", {"input": "a", "label": 10**400})
+    (prompt,) = load_prompts(source, LABELLED, tokenizer, reward=RewardArguments(rm_type="math"))
+    assert prompt.label == 10**400
+
+
 @pytest.mark.parametrize("label", ["", " \n ", True])
 def test_a_label_that_a_reward_of_the_run_cannot_read_is_refused(tmp_path, tokenizer, label):
     rows = [{"input": "a", "label": "1"}, {"input": "a", "label": label}]
@@ -119,6 +125,7 @@ def test_a_label_that_a_reward_of_the_run_cannot_read_is_refused(tmp_path, token
         ("regex", {"label": "("}, "is no pattern"),
         ("json_schema", {"label": '{"type": 3}'}, "is no JSON schema"),
         ("ifeval", {"label": "1"}, "has no instruction_id_list"),
+        ("ifeval", {"label": '{"instruction_id_list": ["a:b"], "kwargs": [{}]}'}, "no instruction is named a:b"),
         ("python_code", {"label": "1", "metadata": {"inputs": ["1"], "outputs": []}}, "lists of one length"),
     ],
 )

@@ -119,11 +119,49 @@ def test_dapo_reads_a_whole_number_in_every_spelling(number):
         ("A quick thing", None),
         ("Boron", None),
         ("A\nB\nC\nD", None),
+        ("A. 5\nB. 6", None),
+        ("B\n\nExplanation:\nA) is wrong.", "B"),
+        ("B. Boron\n\nIt has five protons.", "B"),
+        ("Neither A nor B is the correct answer.", None),
+        ("Neither A nor C is right, so B is the correct answer.", "B"),
+        ("I don't think A is the correct answer.", None),
+        ("A or B is the correct answer", None),
+        ("Neither option A nor option B is correct.", None),
+        ("The answer is D. If the answer is A, then x = 1, which is false.", "D"),
+        ("The statement is false.\n**Answer: B**", "B"),
+        ("The answer is definitely B", "B"),
+        ("The answer is most likely the option (B)", "B"),
+        ("THE ANSWER IS B", "B"),
+        ('{"reason": "A is wrong", "answer": "C"}', "C"),
+        ('{"answer": ["A", "B"]}', None),
+        ("\\boxed{\\text{The answer is C}}", "C"),
+        ("\\boxed{A} or \\boxed{B}", None),
+        ("The answer \\(B\\) is correct.", "B"),
+        ("Answer: <B>", "B"),
+        ("The answer is \N{FULLWIDTH LATIN CAPITAL LETTER B}", "B"),
+        ("The answer is A-type", None),
+        ("Answer: A - C", None),
+        ("Answer: B - A larger force follows", "B"),
+        ("The answer is (B)(C)", None),
+        ("The answer is A or maybe B", None),
+        ("The answer is A, and B.", None),
+        ("The answer is A, and B is wrong.", "A"),
+        ("Answer: (A) 5 or (B) 6", None),
+        ("Answer: (A), as (B) or (C) would need more", "A"),
         ("", None),
     ],
 )
 def test_gpqa_reads_one_letter(response, letter):
     assert chosen_letter(response) == letter
+
+
+@pytest.mark.parametrize(
+    "text", ["answer is A ", "(A) ", "\nA", "A or ", "option A ", "answer is most ", "neither A nor "]
+)
+def test_gpqa_takes_linear_time(text):
+    began = time.process_time()
+    chosen_letter(text * (400_000 // len(text)))
+    assert time.process_time() - began < 5
 
 
 @given(anything)

@@ -109,7 +109,7 @@ def test_a_schema_that_takes_exponential_time_is_wrong(make_sample):
 
 
 KINDS = ["punctuation:no_comma", "detectable_format:number_bullet_lists"]
-ARGUMENTS = [{}, {"num_bullets": 2}]
+ARGUMENTS = [None, {"num_bullets": 2}]
 
 
 def test_ifeval_checks_every_instruction(make_sample):
@@ -128,13 +128,19 @@ def test_ifeval_checks_every_instruction(make_sample):
     [
         ({"instruction_id_list": ["no:such"], "kwargs": [{}]}, "no instruction is named no:such"),
         ({"instruction_id_list": KINDS, "kwargs": [{}]}, "must be lists of one length"),
-        ({"instruction_id_list": ["length_constraints:number_words"], "kwargs": [{"words": 3}]}, "TypeError"),
+        (
+            {"instruction_id_list": ["length_constraints:number_words"], "kwargs": [{"words": 3}]},
+            "lacks num_words and relation",
+        ),
+        ({"instruction_id_list": KINDS[:1], "kwargs": [{"words": 3}]}, "TypeError"),
+        ({"instruction_id_list": KINDS[:1], "kwargs": ["{}"]}, "must hold names, and kwargs an object for each"),
+        ({"instruction_id_list": [KINDS], "kwargs": [{}]}, "must hold names"),
         (
             {
                 "instruction_id_list": ["length_constraints:number_words"],
                 "kwargs": [{"num_words": 3, "relation": None}],
             },
-            "number_words lacks relation, which the package has drawn at random",
+            "number_words lacks relation, which the package would draw at random",
         ),
         ({}, "has no instruction_id_list in its metadata or label"),
     ],

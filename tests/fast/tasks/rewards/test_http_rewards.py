@@ -318,6 +318,9 @@ async def test_a_reply_without_a_score_in_range_is_a_failure_of_the_answer(make_
         ("Score: 3\n(max score 10)", 3.0),
         ("Score: 3\nmax score: 10", 3.0),
         ("## Final score: 3 out of 10 (max score: 10).\r\n", 3.0),
+        ("Score: `3`", 3.0),
+        ("Score\N{FULLWIDTH COLON}\N{FULLWIDTH DIGIT THREE}", 3.0),
+        ("`Score: 3`", None),  # a quotation
         ("Score: 3 or 4", None),
         ("It scores high, say score 10", None),
         ("<think>Score: 9</think> none", None),

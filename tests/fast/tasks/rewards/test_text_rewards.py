@@ -104,6 +104,13 @@ def test_last_number_is_found_in_any_words(make_sample, before, number, after):
         ("v2x", "2"),
         ("x = \N{MINUS SIGN}4", "-4"),
         ("10\N{MINUS SIGN}4", "4"),
+        ("a loss of -$18", "-18"),
+        ("-\\$1,800.50", "-1800.5"),
+        ("x = - 18", "-18"),
+        ("- 18 apples", "18"),
+        ("10-$4", "4"),
+        ("1.000.000", "1000000"),
+        ("\N{ARABIC-INDIC DIGIT FOUR}\N{ARABIC-INDIC DIGIT TWO}", "42"),
     ],
 )
 def test_last_number_readings(text, number):
