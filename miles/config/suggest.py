@@ -114,13 +114,13 @@ def _meanings(flag: str) -> frozenset[str]:
 def _with_same_words(flag: str, candidates: Iterable[str], known: Iterable[str]) -> list[str]:
     """Return the flag that shares more than half of the words of both with ``flag``, if no other shares as many.
 
-    A word that one flag alone has counts twice. So ``--max-staleness`` is ``--max-weight-staleness``, and
+    A word that one or two flags have counts twice. So ``--max-staleness`` is ``--max-weight-staleness``, and
     ``--num-gpus`` is none of the flags that count GPUs.
     """
     wanted, flags_with = _meanings(flag), Counter(word for name in known for word in _meanings(name))
 
     def size(words: frozenset[str]) -> int:
-        return sum(2 if flags_with[word] == 1 else 1 for word in words - _COMMON)
+        return sum(2 if flags_with[word] <= 2 else 1 for word in words - _COMMON)
 
     def share(name: str) -> float:
         words = _meanings(name)

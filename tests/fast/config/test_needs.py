@@ -70,7 +70,7 @@ CASES = [
     ("--miles-router-middleware-paths a.hub.radix_tree_middleware.RadixTreeMiddleware", ""),
     ("--update-weight-mode delta --delta-compression sparse --delta-dtype fp32 --delta-full-interval 30", ""),
     ("--rollout-num-gpus-per-node 8 --log-sft-entropy", ""),
-    ("--lora-rank 4 --use-lora --save-lora adapters", "--lora-rank 4"),
+    ("--lora-rank 4 --save-lora adapters", "--lora-rank 4"),
     ("--tis-clip 3 --tis-clip-low 0.5", ""),
     ("--reward-key r", ""),
     ("--no-offload-train --offload-rollout", ""),
