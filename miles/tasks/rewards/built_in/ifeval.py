@@ -99,7 +99,10 @@ def arguments_of_instructions() -> dict[str, list[str]]:
 
 
 @cache
-def _known() -> dict[str, list[str]]:
+def _known() -> dict[str, list[str]] | None:
+    """Return the same, from a process that imports the package; None if it is not installed here."""
+    if find_spec("if_verifiable") is None:
+        return None
     known: dict[str, list[str]] = subprocess_call(arguments_of_instructions, seconds=10 * SECONDS)
     return known
 
@@ -112,10 +115,12 @@ def _instructions(prompt: Prompt) -> tuple[list[str], list[dict[str, Any]]]:
     arguments = [{} if values is None else values for values in arguments]  # as Arrow has an object without keys
     if not all(isinstance(kind, str) for kind in kinds) or not all(isinstance(values, dict) for values in arguments):
         raise _refused(prompt, "instruction_id_list must hold names, and kwargs an object for each")
-    for kind, values in zip(kinds, arguments, strict=True) if find_spec("if_verifiable") else ():
-        if kind not in _known():
+    if (known := _known()) is None:
+        return kinds, arguments
+    for kind, values in zip(kinds, arguments, strict=True):
+        if kind not in known:
             raise _refused(prompt, f"no instruction is named {one_line(kind, 80)}")
-        if missing := [name for name in _known()[kind] if values.get(name) is None]:
+        if missing := [name for name in known[kind] if values.get(name) is None]:
             raise _refused(prompt, f"{kind} lacks {' and '.join(missing)}, which the package would draw at random")
     return kinds, arguments
 
