@@ -112,7 +112,9 @@ def _instructions(prompt: Prompt) -> tuple[list[str], list[dict[str, Any]]]:
     arguments = [{} if values is None else values for values in arguments]  # as Arrow has an object without keys
     if not all(isinstance(kind, str) for kind in kinds) or not all(isinstance(values, dict) for values in arguments):
         raise _refused(prompt, "instruction_id_list must hold names, and kwargs an object for each")
-    for kind, values in zip(kinds, arguments, strict=True) if find_spec("if_verifiable") else ():
+    if find_spec("if_verifiable") is None:
+        return kinds, arguments
+    for kind, values in zip(kinds, arguments, strict=True):
         if kind not in _known():
             raise _refused(prompt, f"no instruction is named {one_line(kind, 80)}")
         if missing := [name for name in _known()[kind] if values.get(name) is None]:
