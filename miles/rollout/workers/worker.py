@@ -5,6 +5,7 @@ import itertools
 import pickle
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from miles.base.host import memory_limit
@@ -196,8 +197,10 @@ class GenerationWorker:
         for ticket, drawn in order.drawn:
             task = asyncio.ensure_future(self._produce(ticket, drawn, order))
             self._producing[ticket] = task
-            # It is still there then if it was cancelled before it began.
-            task.add_done_callback(lambda _, ticket=ticket: self._producing.pop(ticket, None))
+            task.add_done_callback(partial(self._gone, ticket))
+
+    def _gone(self, ticket: int, task: asyncio.Task[None]) -> None:
+        self._producing.pop(ticket, None)  # it is still there if it was cancelled before it began
 
     async def _produce(self, ticket: int, drawn: PromptGroup, order: messages.Produce) -> None:
         scored: list[PromptGroup] = []
