@@ -40,10 +40,14 @@ VERL_MODES: dict[str, Aggregation] = {
     "token-sum": "constant",
 }
 
-# What names the mode and its numbers: --custom-pg-loss-reducer-function-path takes precedence over all of it.
+# The flags of the mode and its numbers: --custom-pg-loss-reducer-function-path takes precedence over all of them.
 MODE_FLAGS = (
-    *("loss_aggregation", "loss_aggregation_divisor", "loss_aggregation_alpha", "pg_loss_divisor"),
-    *("loss_agg_mode", "loss_scale_factor"),
+    "loss_aggregation",
+    "loss_aggregation_divisor",
+    "loss_aggregation_alpha",
+    "pg_loss_divisor",
+    "loss_agg_mode",
+    "loss_scale_factor",
 )
 
 
@@ -322,7 +326,8 @@ def aggregation_formula(name: str, loss: "LossArguments", shape: "StepShape") ->
     if loss.custom_pg_loss_reducer_function_path is not None:
         path = loss.custom_pg_loss_reducer_function_path
         return [Term(f"{name} = {path}(m, l)", __name__, path), Term(n, __name__)]
-    mode, counts = MODES[loss.loss_aggregation], [n]
+    mode = MODES[loss.loss_aggregation]
+    counts = [n]
     if mode.whole_groups:
         counts.append(f"P = {shape.num_trajectories // shape.samples_per_prompt} prompts per step")
     constants = {"divisor": loss.loss_aggregation_divisor or 0.0, "alpha": loss.loss_aggregation_alpha or 0.0}
@@ -421,7 +426,7 @@ def is_plain_mean(loss: "LossArguments") -> bool:
 
 
 def _per_sample_reducer(micro: "MicroBatch", denominators: "torch.Tensor") -> Reducer:
-    """``1/N sum_i S_i / denominators[i]`` with ``S_i = sum_t m_it l_it``; ``denominators`` is [S], above 0."""
+    """Return the reducer ``1/N sum_i S_i / denominators[i]``, ``S_i = sum_t m_it l_it``; denominators [S], above 0."""
     per_sample = 1.0 / (denominators.float() * micro.num_trajectories)
     return weighted_sum(per_sample.index_select(0, micro.sample_index).mul_(micro.loss_mask))
 
@@ -553,8 +558,8 @@ def _check_with_verl(loss: "LossArguments", name: str, may_relabel: bool, errors
     if loss.calculate_per_token_loss and is_reduced_here and VERL_MODES[name] not in _DIAGNOSTIC_MODES:
         rule = f"would divide the normalization of --loss-agg-mode {name} away"
         errors.refuse("calculate_per_token_loss", True, rule, "drop it, or use --loss-agg-mode token-mean")
-    says_the_same = loss.loss_aggregation == VERL_MODES[name] == "sample_mean"
-    if not may_relabel and not says_the_same:
+    is_same = loss.loss_aggregation == VERL_MODES[name] == "sample_mean"
+    if not may_relabel and not is_same:
         rule = f"names the aggregation twice, alongside --loss-aggregation {loss.loss_aggregation}"
         errors.refuse("loss_agg_mode", name, rule, "keep one of the two")
     elif loss.loss_aggregation_divisor is not None:
@@ -610,7 +615,7 @@ def _check_divisor_value(field: str, divisor: float, errors: Errors) -> None:
 
 
 def _reconcile_per_token(loss: "LossArguments", notes: list[str], errors: Errors) -> "LossArguments":
-    """``token_mean`` and the per-token path are one setting: each implies the other."""
+    """Set both of ``token_mean`` and the per-token path if either is set: they are one setting."""
     mode, per_token = loss.loss_aggregation, loss.calculate_per_token_loss
     if mode == "token_mean" and not per_token:
         notes.append("--loss-aggregation token_mean sets --calculate-per-token-loss")

@@ -63,10 +63,11 @@ def check_loss_mass(shard: TrainShard, metrics: Mapping[str, Metric], ranks: int
     expected = shard.expected_loss_mass
     if expected is None:
         return
-    mass, sizes = metrics["loss_mass"].value, [plan.context_parallel_size for plan in shard.micro_batches]
+    mass = metrics["loss_mass"].value
     if abs(mass - expected) <= TOLERANCE * max(abs(expected), 1e-3):
         return
-    cause = _likely_cause(mass / expected if expected else float("nan"), ranks, sizes)
+    ratio = mass / expected if expected else float("nan")
+    cause = _likely_cause(ratio, ranks, [plan.context_parallel_size for plan in shard.micro_batches])
     raise LossMassError(
         f"--loss-canary: the weights of this step's tokens add up to {mass:.6g}, and the objective says "
         f"{expected:.6g}; likely cause: {cause}. The weights of the model were left as they were; "

@@ -66,7 +66,8 @@ def _check_contradictions(objective: Objective, errors: Errors) -> None:
     flags, loss_type = objective.flags, objective.loss_type
     for name in changed(flags, [*LOSS_TYPES.reads, *loss_type.lacks]):
         if name not in loss_type.reads:
-            readers, rule = LOSS_TYPES.readers(name), f"is no part of --loss-type {loss_type.name}"
+            readers = LOSS_TYPES.readers(name)
+            rule = f"is no part of --loss-type {loss_type.name}"
             what_to_do = f"use --loss-type {' or '.join(readers)}" if readers else loss_type.instead_of_lacking
             errors.refuse(name, getattr(flags, name), rule, f"{what_to_do}, or drop it")
     if loss_type.uses_advantages:
@@ -75,9 +76,12 @@ def _check_contradictions(objective: Objective, errors: Errors) -> None:
         rule = f"contradicts --loss-type {flags.loss_type}: the policy learns from no advantages"
         errors.refuse("use_opd", True, rule, "use --loss-type policy_loss, or drop it")
     if flags.use_opsm and (flags.use_opd or ESTIMATORS[flags.advantage_estimator].by_token):
-        by_token = f"--advantage-estimator {flags.advantage_estimator} has one for each token"
-        other = "--use-opd gives each token its own advantage" if flags.use_opd else by_token
-        what_to_do = "drop one of the two" if flags.use_opd else "use --advantage-estimator grpo"
+        if flags.use_opd:
+            other = "--use-opd gives each token its own advantage"
+            what_to_do = "drop one of the two"
+        else:
+            other = f"--advantage-estimator {flags.advantage_estimator} has one for each token"
+            what_to_do = "use --advantage-estimator grpo"
         errors.refuse("use_opsm", True, f"drops sequences of negative advantage, and {other}", what_to_do)
     if loss_type.uses_policy_loss and flags.policy_loss is not None and flags.custom_policy_loss_function_path:
         rule = "names a second policy loss, alongside --custom-policy-loss-function-path"
@@ -134,8 +138,8 @@ def objective_in_words(loss: LossArguments, shape: StepShape, added: Sequence[Ad
         sentences.append(
             f"The KL to the reference model is subtracted from each token's reward, weighted by {loss.kl_coef:g}."
         )
-    computes = objective.loss_type.uses_policy_loss
-    if loss.use_kl_loss and computes:
+    has_policy_loss = objective.loss_type.uses_policy_loss
+    if loss.use_kl_loss and has_policy_loss:
         sentences.append(
             f"The KL to the reference model ({loss.kl_loss_type}) is added, weighted by {loss.kl_loss_coef:g}."
             if loss.kl_loss_coef
@@ -147,7 +151,7 @@ def objective_in_words(loss: LossArguments, shape: StepShape, added: Sequence[Ad
         sentences.append(f"That weight is adapted so that the KL stays near {loss.kl_target:g}.")
     if loss.entropy_target is not None:
         sentences.append(f"Entropy is rewarded while it is {loss.entropy_target:g} or less, with a weight that adapts.")
-    elif loss.entropy_coef and computes:
+    elif loss.entropy_coef and has_policy_loss:
         verb = "rewarded" if loss.entropy_coef > 0 else "penalized"
         sentences.append(f"Entropy is {verb}, weighted by {abs(loss.entropy_coef):g}.")
     sentences += [f"The model adds {each.words}, weighted by {each.weight:g}." for each in added]
@@ -156,7 +160,8 @@ def objective_in_words(loss: LossArguments, shape: StepShape, added: Sequence[Ad
 
 def objective_without_effect(loss: LossArguments, shape: StepShape) -> list[str]:
     """Return the flags of the objective that are valid and change nothing in this run, each with the reason."""
-    objective, on_policy = build_objective(loss), shape.steps_per_iteration == 1
+    objective = build_objective(loss)
+    on_policy = shape.steps_per_iteration == 1
     notes = objective.loss_type.idle_on_policy(objective) if on_policy else []
     if loss.has_critic and on_policy:
         why = "one step per iteration, so the critic's values are the old ones and nothing is clipped"

@@ -11,6 +11,7 @@ False``. Until it does, every sample is trained on.
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -339,10 +340,10 @@ class ReducerInputs:
         return self.num_trajectories
 
 
-# Call the user's functions (hooks.py) instead of a built-in part of the objective, and check what they return.
+# Calls of the functions instead of a built-in part of the objective, with checks of what they return.
 #
-# Functions see whole samples. Detached ones are called on gathered columns, and their result is sliced. Losses are
-# evaluated whole on every rank of the context group and counted once (sequences.py).
+# Functions see whole samples. One whose result has no graph is called on gathered columns, and its result is sliced.
+# Losses are evaluated whole on every rank of the context group and counted once (sequences.py).
 
 
 class CustomAdvantages(Estimator[Any]):
@@ -394,7 +395,7 @@ class CustomAdvantages(Estimator[Any]):
         function = ADVANTAGES.load(self.path)
         inputs = AdvantageSamples(samples.rewards, samples.group_indices, samples.trajectory_ids, flags)
         result = [float(advantage) for advantage in function(inputs)]
-        if len(result) != len(samples.rewards) or any(advantage - advantage != 0.0 for advantage in result):
+        if len(result) != len(samples.rewards) or not all(map(math.isfinite, result)):
             raise ValueError(
                 f"{ADVANTAGES.flag} {self.path}: returned {len(result)} numbers for {len(samples.rewards)} samples, or "
                 "one that is not finite; return one finite number per sample"
@@ -457,7 +458,8 @@ class CustomPolicyLoss(PolicyLoss[Any]):
 
 def custom_importance_weights(path: str, loss: Any, ratios: Ratios) -> torch.Tensor:
     """Gather, call, and slice: the weights of this rank's tokens, fp32 [R], without a graph."""
-    function, micro = IMPORTANCE.load(path), ratios.micro
+    function = IMPORTANCE.load(path)
+    micro = ratios.micro
     whole = gather_whole(micro)
     old_log_probs = whole_responses(ratios.trainer_log_probs.float().masked_fill(micro.loss_mask == 0, 0.0), micro)
     if not micro.response_lengths:
@@ -514,10 +516,10 @@ def get_custom_pg_loss_reducer(path: str, loss: LossArguments, micro: MicroBatch
 
 def token_columns(micro: MicroBatch, log_probs: torch.Tensor) -> dict[str, Any]:
     """Return the fields that the inputs of token losses and of a whole loss share; masked log-probs are 0."""
-    held = micro.loss_mask == 0
+    masked = micro.loss_mask == 0
 
     def column(values: torch.Tensor) -> torch.Tensor:
-        return values.masked_fill(held, 0.0)
+        return values.masked_fill(masked, 0.0)
 
     return dict(
         log_probs=log_probs,
@@ -535,7 +537,7 @@ def token_columns(micro: MicroBatch, log_probs: torch.Tensor) -> dict[str, Any]:
 
 
 def _checked(reducer: Any, path: str, micro: MicroBatch, divisor: int) -> Reducer:
-    """``reducer`` over whole responses: ranks that share the samples each give it all, and one of them counts."""
+    """Return ``reducer`` over whole responses: ranks that share samples each give it all, and one of them counts."""
     if not callable(reducer):
         raise ValueError(
             f"{REDUCER.flag} {path}: returned {type(reducer).__name__}; return a function of the per-token losses"

@@ -22,8 +22,8 @@ def whole_responses(values: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
     The gradient flows back to this rank's own values only; the values of other ranks have their graph on their ranks.
     """
     whole = values.new_zeros(sum(micro.response_lengths))
-    mine = whole.index_put((micro.response_index,), values)
-    return mine + (micro.context.sum(mine) - mine.detach()) if micro.context.size > 1 else mine
+    local = whole.index_put((micro.response_index,), values)
+    return local + (micro.context.sum(local) - local.detach()) if micro.context.size > 1 else local
 
 
 def gather_whole(micro: MicroBatch) -> MicroBatch:
@@ -33,13 +33,12 @@ def gather_whole(micro: MicroBatch) -> MicroBatch:
     """
     from miles.types.groups import ALONE
 
-    held = micro.loss_mask == 0
-    columns = {name: getattr(micro, name) for name in _COLUMNS}
-    gathered: dict[str, Any] = {
-        name: whole_responses(column.masked_fill(held, 0.0), micro)
-        for name, column in columns.items()
-        if column is not None
-    }
+    masked = micro.loss_mask == 0
+    gathered: dict[str, Any] = {}
+    for name in _COLUMNS:
+        column = getattr(micro, name)
+        if column is not None:
+            gathered[name] = whole_responses(column.masked_fill(masked, 0.0), micro)
     lengths = micro.sample_index.new_tensor(micro.response_lengths)
     return replace(
         micro,

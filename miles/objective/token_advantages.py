@@ -108,8 +108,11 @@ def _trajectories(objective: Objective, samples: Sequence[SampleTokens]) -> Iter
 
 def _of_loss_tokens(parts: Sequence[SampleTokens], columns: Sequence[np.ndarray | None]) -> np.ndarray:
     """Join the loss tokens of columns [response], one per sample, float64 [T]; None is an empty one."""
-    pairs = [(part.loss_mask != 0, column) for part, column in zip(parts, columns, strict=True)]
-    return np.concatenate([np.zeros(0) if c is None else c[k] for k, c in pairs]).astype(np.float64)
+    tokens = [
+        np.zeros(0) if column is None else column[part.loss_mask != 0]
+        for part, column in zip(parts, columns, strict=True)
+    ]
+    return np.concatenate(tokens).astype(np.float64)
 
 
 def _kl(loss: LossArguments, sample: SampleTokens) -> np.ndarray:
@@ -147,7 +150,7 @@ def _metrics(
     advantages: Sequence[np.ndarray],
     returns: Sequence[np.ndarray] | None,
 ) -> dict[str, Metric]:
-    """Means over the unmasked tokens, and how much of the returns' variance the critic explains; advantages are raw."""
+    """Return means over loss tokens, and how much of the returns' variance the critic explains; advantages are raw."""
     everything = np.concatenate([*advantages, np.zeros(0)])
     if not len(everything):
         return {}
@@ -161,7 +164,8 @@ def _metrics(
     if loss.use_opd:
         metrics["opd_kl"] = mean(np.concatenate([t.teacher_kl for t in trajectories]))
     if returns is not None:
-        target, predicted = np.concatenate(list(returns)), np.concatenate([t.values for t in trajectories])
+        target = np.concatenate(list(returns))
+        predicted = np.concatenate([t.values for t in trajectories])
         metrics |= {"returns": mean(target), "values": mean(predicted)}
         # The critic's values are fp32: returns that are equal in fp32 have no variance that it could explain.
         spread = float(np.square(centred(target, FP32 * magnitude(target, predicted))).sum())

@@ -219,7 +219,7 @@ def _logits_gradient(
     grad_entropy: torch.Tensor | None,
     entropy: torch.Tensor | None,
 ) -> torch.Tensor:
-    """``-g_lp p - g_H p (log p + H)`` as ``p * (-g_H log p - g_H H - g_lp)``; [rows, V], instead of ``log_p``.
+    """Compute ``-g_lp p - g_H p (log p + H)`` as ``p (-g_H log p - g_H H - g_lp)``; [rows, V], in place of ``log_p``.
 
     The other part of the gradient, ``g_lp onehot``, is the caller's.
     """

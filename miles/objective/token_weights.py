@@ -29,6 +29,13 @@ if TYPE_CHECKING:
     from miles.types.train_batch import MicroBatch
 
 ImportanceLevel = Literal["token", "sequence", "geometric"]
+_LEVELS: dict[ImportanceLevel, str] = {
+    "token": "token",
+    "sequence": "sequence (product)",
+    "geometric": "sequence (geometric mean)",
+}
+_FARTHEST = 80.0  # logarithm of the largest ratio of a sequence; its exponential is a number in fp32
+_SMALLEST_MEAN = 1e-8  # weights of a smaller mean are as good as 0, and not divided by it
 
 
 @dataclass(frozen=True)
@@ -112,11 +119,11 @@ class Truncation(TokenWeight):
             path = loss.custom_tis_function_path
             return [Term(f"w = {path}(p_old, p_engine)", __name__, path)]
         low, high = loss.tis_clip_low, loss.tis_clip
-        bounded = {
+        weight = {
             "truncate": f"clip(r, {low:g}, {high:g})",
             "icepop": f"r, or 0 outside [{low:g}, {high:g}]",
         }[loss.tis_mode]
-        terms = [Term(f"w = {bounded}, r = p_old / p_engine of the {_LEVELS[loss.tis_level]}", __name__)]
+        terms = [Term(f"w = {weight}, r = p_old / p_engine of the {_LEVELS[loss.tis_level]}", __name__)]
         if loss.tis_batch_normalize:
             what = "loss tokens" if loss.tis_level == "token" else "sequences"
             terms.append(Term(f"w is divided by its mean over the {what} of the step", __name__))
@@ -275,11 +282,13 @@ def top_entropy_tokens(entropies: np.ndarray, fraction: float) -> np.ndarray:
 
     from miles.objective.rounding import SCORES
 
-    mask: np.ndarray = entropies >= (np.quantile(entropies, 1.0 - fraction) - SCORES if len(entropies) else 0.0)
+    bound = np.quantile(entropies, 1.0 - fraction) - SCORES if len(entropies) else 0.0
+    mask: np.ndarray = entropies >= bound
     return mask
 
 
 TOKEN_WEIGHTS: tuple[TokenWeight, ...] = (Truncation(), Rejection(), OffPolicyMasking(), TopEntropy())
+SWITCHES = tuple(weight.switch for weight in TOKEN_WEIGHTS)
 
 
 def token_weights_of(loss: TokenWeightFlags) -> tuple[TokenWeight, ...]:
@@ -352,15 +361,6 @@ def importance_ratio(ratios: Ratios, level: ImportanceLevel) -> torch.Tensor:
 
 def _unknown_level(level: str) -> ValueError:
     return ValueError(f"{level}: no such level of a ratio; give one of {', '.join(_LEVELS)}")
-
-
-_FARTHEST = 80.0  # logarithm of the largest ratio of a sequence; its exponential is a number in fp32
-_SMALLEST_MEAN = 1e-8  # weights of a smaller mean are as good as 0, and not divided by it
-_LEVELS: dict[ImportanceLevel, str] = {
-    "token": "token",
-    "sequence": "sequence (product)",
-    "geometric": "sequence (geometric mean)",
-}
 
 
 def _refuse_engines_old_log_probs(weight: TokenWeight, loss: TokenWeightFlags, errors: Errors) -> None:

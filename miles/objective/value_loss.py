@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 def value_loss_formula(loss: LossArguments, shape: StepShape) -> list[Term]:
     """Return the loss that the critic minimizes. The mean is the default one, whatever the aggregation of pg_loss."""
-    mode, clip = diagnostic_mode(loss), f"clip(V, V_old ± {loss.value_clip:g})"
+    mode = diagnostic_mode(loss)
+    clip = f"clip(V, V_old ± {loss.value_clip:g})"
     lines = [
         f"value_loss = {mode.formula.replace('l_it', 'v_it')}, N = {shape.num_trajectories}, {mode.symbols}",
         f"v_it = max((V - G)², ({clip} - G)²), G = A + V_old before any whitening, unless G_t is given",

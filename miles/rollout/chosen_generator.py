@@ -65,14 +65,14 @@ async def group_generator(settings: Settings) -> AsyncIterator[GroupGenerator]:
     Raises:
         ValueError: The program, the environment or the function is not there.
     """
-    maker = session_generator(settings)
-    if maker is None:
+    generator = session_generator(settings)
+    if generator is None:
         yield get_group_generator(settings.rollout)
         return
     try:
-        yield maker
+        yield generator
     finally:
-        await maker.close()
+        await generator.close()
 
 
 # ``--thinking-max-len N``: end the reasoning of an answer that is still thinking after N tokens.
@@ -95,9 +95,9 @@ class ThinkingLimit:
     @classmethod
     def from_flags(cls, rollout: RolloutArguments) -> ThinkingLimit:
         """Return the limit of the flags ``--thinking-…``."""
-        longest, shortest = rollout.thinking_max_len, rollout.thinking_min_len
+        longest = rollout.thinking_max_len
         assert longest is not None
-        shortest = longest if shortest is None else shortest
+        shortest = longest if rollout.thinking_min_len is None else rollout.thinking_min_len
         return cls(shortest, longest, rollout.thinking_end, rollout.thinking_interruption)
 
     async def __call__(self, trajectory: Trajectory) -> None:

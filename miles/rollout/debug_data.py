@@ -35,16 +35,16 @@ from miles.types.sample import NO_WEIGHTS, Prompt, PromptGroup, Sample, SampleSt
 if TYPE_CHECKING:
     from miles.types.images import PromptImages
 
-_SAMPLE_FIELDS = (
-    *("trajectory_id", "response_ids", "response", "loss_mask", "rollout_log_probs"),
-    *("reward", "weight_versions"),
-)
+_RESPONSE_FIELDS = ("response_ids", "response", "loss_mask", "rollout_log_probs")
+_SAMPLE_FIELDS = ("trajectory_id", *_RESPONSE_FIELDS, "reward", "weight_versions")
 _PROMPT_FIELDS = ("text", "label", "metadata", "source", "prompt_set")
 _GROUP_KEYS = {"group_index", "prompt", "samples", "dropped_trajectories", "baseline_reward", "baseline_tokens"}
 _IMAGE_FIELDS = ("sizes", "counts", "starts", "placeholder_id", "model")
 _PROMPT_KEYS = {"token_ids", "images", *_PROMPT_FIELDS}
 _SAMPLE_KEYS = {*_SAMPLE_FIELDS, "status", "prompt", "teacher_log_probs", "reward_parts", "support", "experts"}
 _LARGEST_LOG_PROB = 1e-4  # a log-softmax of low precision may round to more than 0
+_LARGEST = 2**63 - 1
+_LARGEST_VOCABULARY = 2**31
 
 
 def save_rollout(path_template: str, iteration: int, groups: Sequence[PromptGroup]) -> None:
@@ -159,16 +159,15 @@ def _encode_prompt(prompt: Prompt) -> dict[str, Any]:
 
 
 def _encode_sample(sample: Sample, group: PromptGroup) -> dict[str, Any]:
-    assert sample.group_index == group.group_index, "a sample is in a group that is not its own"
+    assert sample.group_index == group.group_index, "a sample names another group than the one that it is in"
     record = {"status": sample.status.value} | {name: getattr(sample, name) for name in _SAMPLE_FIELDS}
     if sample.teacher_log_probs:
         record["teacher_log_probs"] = sample.teacher_log_probs
     if sample.reward_parts:
         record["reward_parts"] = sample.reward_parts
     if (sets := sample.support) is not None:
-        packed = {"bits": base64.b64encode(sets.bits.tobytes()).decode()}
         columns = {"vocab_size": sets.vocab_size, "sizes": sets.sizes.tolist(), "ids": sets.ids.tolist()}
-        record["support"] = columns | packed
+        record["support"] = columns | {"bits": base64.b64encode(sets.bits.tobytes()).decode()}
     if (experts := sample.experts) is not None:
         numbers = base64.b64encode(experts.tobytes()).decode()
         record["experts"] = {"shape": list(experts.shape), "dtype": experts.dtype.name, "numbers": numbers}
@@ -200,10 +199,6 @@ def _decode(line: bytes, vocab_size: int | None) -> PromptGroup:
         except ValueError as error:
             raise ValueError(f"sample {number}: {error}") from None
     return group
-
-
-_LARGEST = 2**63 - 1
-_LARGEST_VOCABULARY = 2**31
 
 
 def _decode_prompt(record: dict[str, Any], end: int) -> Prompt:

@@ -64,13 +64,12 @@ async def _evaluate_set(eval_set: EvalSet, tools: GroupTools, seed: int) -> tupl
     groups = [p.group for p in produced]
     samples = [sample for group in groups for sample in group.samples]
     rewards = [value for group in groups for value in group.trajectory_rewards]
-    metrics = {
-        "reward": Metric.mean(rewards),
-        **({"accuracy": Metric.mean(rewards)} if {*rewards} <= {0.0, 1.0} else {}),
-        **reward_part_metrics(samples),
-        **response_metrics(samples),
-        "reward_errors": Metric(sum(p.reward_errors for p in produced), 1.0),
-    }
+    metrics = {"reward": Metric.mean(rewards)}
+    if {*rewards} <= {0.0, 1.0}:
+        metrics["accuracy"] = Metric.mean(rewards)
+    metrics |= reward_part_metrics(samples)
+    metrics |= response_metrics(samples)
+    metrics["reward_errors"] = Metric(sum(p.reward_errors for p in produced), 1.0)
     if eval_set.samples_per_prompt > 1:
         metrics |= pass_at_k_metrics(map(passes_of, groups))
     return {f"eval/{eval_set.name}/{name}": metric for name, metric in metrics.items()}, samples
@@ -101,5 +100,5 @@ def _eval_set(entry: Mapping[str, Any], prompts: Iterable[Prompt], rollout: Roll
         stop_token_ids=rollout.stop_token_ids,
         stop_texts=rollout.stop_texts,
     )
-    samples_per_prompt, longest = entry["n_samples_per_eval_prompt"], rollout.rollout_max_context_len
-    return EvalSet(entry["name"], tuple(prompts), samples_per_prompt, sampling, longest)
+    samples_per_prompt = entry["n_samples_per_eval_prompt"]
+    return EvalSet(entry["name"], tuple(prompts), samples_per_prompt, sampling, rollout.rollout_max_context_len)

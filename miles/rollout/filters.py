@@ -45,9 +45,9 @@ def check_deciding_reward_nonzero_std(group: PromptGroup) -> FilterDecision:
 
 
 def has_reward_spread(group: PromptGroup) -> bool:
-    """Return whether samples of the group have different rewards: an estimator gives one an advantage then.
+    """Return whether samples of the group have different rewards, so that an estimator can give one an advantage.
 
-    So has one that is rewarded apart from its trajectory, even if all trajectories have the same mean.
+    Samples of one trajectory may be rewarded separately, and differ even if all trajectories have the same mean.
     """
     return differ(group.rewards)
 

@@ -52,13 +52,13 @@ def answer_text(
         ended: Whether the last token ended its answer.
         stop_texts: Those that ended answers, and stay in them.
     """
-    own = np.asarray(mask, bool)
-    last = own & ~np.append(own[1:], False)
-    last[-1:] &= ended
-    hidden = list[int]()
-    for at in np.flatnonzero(last | ~own).tolist():
+    sampled = np.asarray(mask, bool)
+    ends = sampled & ~np.append(sampled[1:], False)  # the last token of each answer
+    ends[-1:] &= ended
+    hidden: list[int] = []
+    for at in np.flatnonzero(ends | ~sampled).tolist():
         text = _special_text(tokenizer, token_ids[at])
-        if text and not (own[at] and any(stop in text for stop in stop_texts)):
+        if text and not (sampled[at] and any(stop in text for stop in stop_texts)):
             hidden.append(at)
     # An array: of a list, transformers looks at the type of every number.
     return str(tokenizer.decode(np.delete(np.asarray(token_ids, np.int64), hidden), skip_special_tokens=False))
@@ -166,19 +166,19 @@ async def produce_group(drawn: PromptGroup, tools: GroupTools, spec: GroupSpec) 
 async def _produce(drawn: PromptGroup, tools: GroupTools, spec: GroupSpec) -> ProducedGroup:
     greedy = [_generate_greedy(drawn, tools, spec)] if spec.greedy_baseline else []
     with waiting("generate a group"):
-        made = tools.generate(drawn, tools.engine, tools.tokenizer, spec)
-        group, *others = await gather_or_cancel([made, *greedy])
+        generation = tools.generate(drawn, tools.engine, tools.tokenizer, spec)
+        group, *baselines = await gather_or_cancel([generation, *greedy])
     drops = tools.drops_reward_errors
     with waiting("score a group"):
         errors = await score(group.samples, tools.reward_function, tools.reward_error_value, drop=drops)
-    for other in others:
-        errors += await score(other.samples, tools.reward_function, tools.reward_error_value, drop=drops)
-        group.baseline_tokens += sum(len(sample.response_ids) for sample in other.samples)
-        rewards = [sample.reward for sample in other.samples if sample.reward is not None]
-        group.baseline_reward = fmean(rewards) if len(rewards) == len(other.samples) else None
+    for baseline in baselines:  # none or one
+        errors += await score(baseline.samples, tools.reward_function, tools.reward_error_value, drop=drops)
+        group.baseline_tokens += sum(len(sample.response_ids) for sample in baseline.samples)
+        rewards = [sample.reward for sample in baseline.samples if sample.reward is not None]
+        group.baseline_reward = fmean(rewards) if len(rewards) == len(baseline.samples) else None
     if errors and drops:
         _drop_unscored(group)
-        if not group.samples or (others and group.baseline_reward is None):
+        if not group.samples or (baselines and group.baseline_reward is None):
             return ProducedGroup(group, errors, "reward_error")
     if spec.scored is not None:
         spec.scored(group)
@@ -276,7 +276,8 @@ async def generate_group(group: PromptGroup, engine: Engine, tokenizer: Detokeni
 def _sample(
     group: PromptGroup, trajectory_id: int, generation: Generation, tokenizer: Detokenizer, stop_texts: Sequence[str]
 ) -> Sample:
-    mask, ended = [1] * len(generation.token_ids), generation.finish_reason == "stop"
+    mask = [1] * len(generation.token_ids)
+    ended = generation.finish_reason == "stop"
     text = answer_text(tokenizer, generation.token_ids, mask, ended, stop_texts)
     sample = Sample(
         prompt=group.prompt,

@@ -1,4 +1,7 @@
-"""The user's choice among finished groups that wait for an iteration: ``--buffer-filter-path``."""
+"""The user's functions on groups, iterations and evaluations: a flag names the path of each.
+
+The first chooses among finished groups that wait for an iteration: ``--buffer-filter-path``.
+"""
 
 from __future__ import annotations
 
@@ -128,13 +131,15 @@ def converted_groups(returned: Any, groups: Sequence[PromptGroup], path: str) ->
     by_group: dict[int, list[Sample]] = {group.group_index: [] for group in groups}
     for row, owner in enumerate(owners):
         by_group[owner.group_index].append(_sample(columns, row, owner, path))
-    made = []
+    converted = []
     for group in groups:
-        batch = by_group[group.group_index]
-        missing = {s.trajectory_id for s in group.samples} - {s.trajectory_id for s in batch}
-        dropped = group.dropped_trajectories + len(missing)
-        made.append(replace(group, samples=batch, dropped_trajectories=dropped, unconverted_trajectories=len(missing)))
-    return made
+        rows_of_group = by_group[group.group_index]
+        missing = len({s.trajectory_id for s in group.samples} - {s.trajectory_id for s in rows_of_group})
+        dropped = group.dropped_trajectories + missing
+        converted.append(
+            replace(group, samples=rows_of_group, dropped_trajectories=dropped, unconverted_trajectories=missing)
+        )
+    return converted
 
 
 def _columns(returned: Any, path: str) -> Mapping[str, Sequence[Any]]:
@@ -171,14 +176,16 @@ def _owners(columns: Mapping[str, Sequence[Any]], samples: Sequence[Sample], row
         if index not in by_trajectory:
             raise ValueError(f"{CONVERT} {path}: sample_indices has {index!r:.80}, which is the index of no sample")
         of_trajectory = by_trajectory[index]
-        tokens, length = list(columns["tokens"][row]), int(columns["response_lengths"][row])
+        tokens = list(columns["tokens"][row])
+        length = int(columns["response_lengths"][row])
         repeated = (s for s in of_trajectory if s.response_length == length and s.tokens == tokens)
         owners.append(next(repeated, of_trajectory[0]))
     return owners
 
 
 def _sample(columns: Mapping[str, Sequence[Any]], row: int, owner: Sample, path: str) -> Sample:
-    tokens, length = [int(token) for token in columns["tokens"][row]], int(columns["response_lengths"][row])
+    tokens = [int(token) for token in columns["tokens"][row]]
+    length = int(columns["response_lengths"][row])
     if not 0 < length < len(tokens):
         raise ValueError(
             f"{CONVERT} {path}: row {row} has {len(tokens)} tokens and a response of {length}; give both a prompt and "
@@ -187,8 +194,10 @@ def _sample(columns: Mapping[str, Sequence[Any]], row: int, owner: Sample, path:
     advantage = float(columns["rewards"][row])
     if not math.isfinite(advantage):
         raise ValueError(f"{CONVERT} {path}: row {row} has the advantage {advantage}; return finite numbers")
-    response, prompt = tokens[-length:], tuple(tokens[:-length])
-    masks, log_probs = columns.get("loss_masks"), columns.get("rollout_log_probs")
+    prompt = tuple(tokens[:-length])
+    response = tokens[-length:]
+    masks = columns.get("loss_masks")
+    log_probs = columns.get("rollout_log_probs")
     is_unchanged = response == owner.response_ids and prompt == owner.prompt.token_ids
     missing = [name for name in ("loss_masks", "rollout_log_probs") if columns.get(name) is None]
     if missing and not is_unchanged:
@@ -250,9 +259,10 @@ class IterationHooks:
         self._source = source
         self._drops_zero_rewards = rollout.filter_zero_reward_samples
         self._drops_truncated = rollout.mask_truncated_completions
-        self._filter_path, self._log_path = rollout.rollout_sample_filter_path, rollout.custom_rollout_log_function_path
+        self._filter_path = rollout.rollout_sample_filter_path
         self._filter = _load(self._filter_path, FILTER)
         self._process = _load(rollout.rollout_all_samples_process_path, PROCESS)
+        self._log_path = rollout.custom_rollout_log_function_path
         self._log = _load(self._log_path, LOG)
         self._convert_path = rollout.custom_convert_samples_to_train_data_path
         self._convert = _load(self._convert_path, CONVERT)
@@ -280,8 +290,11 @@ class IterationHooks:
         groups = scored.groups
         samples = [sample for group in groups for sample in group.samples]
         if (log := self._log) is not None:
-            name, shown = f"{LOG} {self._log_path}", [*samples]  # which the function may sort
-            metrics = with_own_metrics(metrics, lambda extra: log(iteration, self._args, shown, extra, seconds), name)
+            sortable = [*samples]  # the function may change the order
+            name = f"{LOG} {self._log_path}"
+            metrics = with_own_metrics(
+                metrics, lambda extra: log(iteration, self._args, sortable, extra, seconds), name
+            )
         if self._convert is not None:
             assert self._convert_path is not None
             groups = converted_groups(self._convert(self._args, samples), groups, self._convert_path)
@@ -450,31 +463,37 @@ def evaluation_of(settings: Settings, eval_sets: list[EvalSet], tools: GroupTool
     Raises:
         ValueError: The user's function cannot be imported.
     """
-    path, seed = settings.evaluation.eval_function_path, settings.data.rollout_seed
+    path = settings.evaluation.eval_function_path
     if path is None:
         return _built_in_evaluation(settings, eval_sets, tools)
     function: EvaluationFunction = load_function(path, EVAL)
     args = flags_view(settings)
 
     async def evaluate_sets() -> dict[str, float]:
-        metrics, _ = await evaluate(eval_sets, tools, seed)
+        metrics, _ = await evaluate(eval_sets, tools, settings.data.rollout_seed)
         return {name: metric.value for name, metric in metrics.items()}
 
     async def call(version: int) -> dict[str, Metric]:
-        parts = (tools.engine, tools.tokenizer, tools.reward_function)
-        return as_metrics(await function(args, EvaluationTools(version, eval_sets, evaluate_sets, *parts)), path)
+        tools_at_version = EvaluationTools(
+            version, eval_sets, evaluate_sets, tools.engine, tools.tokenizer, tools.reward_function
+        )
+        return as_metrics(await function(args, tools_at_version), path)
 
     return call
 
 
 def _built_in_evaluation(settings: Settings, eval_sets: list[EvalSet], tools: GroupTools) -> Evaluation:
     """Return the evaluation with the metrics of ``--custom-eval-rollout-log-function-path``, if it is given."""
-    path, seed = settings.evaluation.custom_eval_rollout_log_function_path, settings.data.rollout_seed
-    function, args = None if path is None else load_function(path, EVAL_LOG), flags_view(settings)
+    path = settings.evaluation.custom_eval_rollout_log_function_path
+    function = None if path is None else load_function(path, EVAL_LOG)
+    args = flags_view(settings)
+    seed = settings.data.rollout_seed
 
     async def call(version: int) -> dict[str, Metric]:
         per_set = await gather_or_cancel(evaluate([eval_set], tools, seed) for eval_set in eval_sets)
-        metrics = {name: metric for of_set, _ in per_set for name, metric in of_set.items()}
+        metrics: dict[str, Metric] = {}
+        for set_metrics, _ in per_set:
+            metrics |= set_metrics
         if function is None:
             return metrics
         data = {

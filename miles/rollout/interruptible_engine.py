@@ -76,12 +76,14 @@ def _joined(first: Generation, rest: Generation) -> Generation:
     """Return one response made of two parts."""
     versions = [*first.token_versions, *rest.token_versions]
     runs = [(version, len(list(run))) for version, run in groupby(versions)]
+    if runs and runs[-1][0] == rest.weight_version:  # the rest of the tokens have ``weight_version``
+        runs.pop()
     return Generation(
         [*first.token_ids, *rest.token_ids],
         [*first.log_probs, *rest.log_probs],
         rest.finish_reason,
         rest.weight_version,
-        tuple(run for i, run in enumerate(runs) if i < len(runs) - 1 or run[0] != rest.weight_version),
+        tuple(runs),
         extended(first.support, len(first.token_ids), rest.support, len(rest.token_ids)),
         continued(first.experts, rest.experts),
     )

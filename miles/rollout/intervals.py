@@ -55,7 +55,8 @@ def wilson(passes: int, count: int) -> tuple[float, float]:
 
 def bootstrap(values: Sequence[float]) -> tuple[float, float]:
     """Return the percentile bootstrap interval of a mean. The same values give the same interval."""
-    numbers, random = np.asarray(values, dtype=np.float64), np.random.default_rng(0)
+    numbers = np.asarray(values, dtype=np.float64)
+    random = np.random.default_rng(0)
     rows = max(1, _AT_ONCE // len(numbers))
     means = [
         numbers[random.integers(len(numbers), size=(min(rows, RESAMPLES - done), len(numbers)))].mean(axis=1)

@@ -158,7 +158,9 @@ def pass_at_k_metrics(passes_by_prompt: Iterable[Sequence[bool]]) -> dict[str, M
 def with_own_metrics(
     metrics: Mapping[str, Metric], log: Callable[[dict[str, Any]], Any], name: str
 ) -> dict[str, Metric]:
-    """Return ``metrics`` with those that a function of the user's adds; only these if it returns true: it has logged.
+    """Return ``metrics`` with the metrics that the user's function adds; only the latter if it returns true.
+
+    It returns true if it has logged the others itself.
 
     Args:
         metrics: The metrics.
@@ -175,5 +177,5 @@ def with_own_metrics(
     for metric, value in added.items():
         if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
             raise ValueError(f"{name}: the metric {metric} is {value!r:.80}; give finite numbers, or leave it out")
-    own = {metric: Metric(float(value), 1.0) for metric, value in added.items()}
-    return own if replaces else {**metrics, **own}
+    user_metrics = {metric: Metric(float(value), 1.0) for metric, value in added.items()}
+    return user_metrics if replaces else {**metrics, **user_metrics}

@@ -210,12 +210,21 @@ def build_supply(settings: Settings, tokenizer: Any) -> Supply:
         sets = [
             NamedSet(name, load_training_prompts(name, source, settings, tokenizer)) for name, source in sources.items()
         ]
-        weights = data.prompt_mix_weights or [float(len(one.prompts)) for one in sets]
-        mixed, num_prompts = (sets, weights, data.rollout_shuffle, data.rollout_seed), sum(len(s.prompts) for s in sets)
-        if (path := data.curriculum_path) is None:
-            return Supply(Mixture(*mixed), num_prompts)
-        function, iterations = load_curriculum(path), iterations_of(rollout, num_prompts)
-        return Supply(CurriculumStream(*mixed, function=function, path=path, num_iterations=iterations), num_prompts)
+        weights = data.prompt_mix_weights or [float(len(each.prompts)) for each in sets]
+        num_prompts = sum(len(each.prompts) for each in sets)
+        path = data.curriculum_path
+        if path is None:
+            return Supply(Mixture(sets, weights, data.rollout_shuffle, data.rollout_seed), num_prompts)
+        stream = CurriculumStream(
+            sets,
+            weights,
+            data.rollout_shuffle,
+            data.rollout_seed,
+            function=load_curriculum(path),
+            path=path,
+            num_iterations=iterations_of(rollout, num_prompts),
+        )
+        return Supply(stream, num_prompts)
     if data.prompt_data is None:
         return Supply()
     prompts = load_training_prompts("", data.prompt_data, settings, tokenizer)
@@ -246,8 +255,10 @@ async def build_pipeline(
     """
     rollout = settings.rollout
     tokenizer = load_tokenizer(str(settings.model.hf_checkpoint))
-    eval_sets, supply = load_eval_sets(settings, tokenizer), build_supply(settings, tokenizer)
-    hooks, num_iterations = IterationHooks(settings, supply.stream), iterations_of(rollout, supply.num_prompts)
+    eval_sets = load_eval_sets(settings, tokenizer)
+    supply = build_supply(settings, tokenizer)
+    hooks = IterationHooks(settings, supply.stream)
+    num_iterations = iterations_of(rollout, supply.num_prompts)
     producer = await start_producer(settings, host, tokenizer, worker_starter)
     try:
         evaluation = None if producer.tools is None else evaluation_of(settings, eval_sets, producer.tools)

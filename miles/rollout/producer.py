@@ -165,19 +165,22 @@ async def start_producer(
     """
     if not settings.generates:
         return GroupProducer()
-    reward, agents = settings.reward, session_generator(settings)
+    reward = settings.reward
+    agents = session_generator(settings)
     generate = agents or get_group_generator(settings.rollout)
     function = get_reward_function(reward, memory_limit(reward.reward_memory))
     engine = await start_engine(settings, host)
     tools = GroupTools(engine, tokenizer, generate, function, reward.reward_error_value, reward.drops_errors)
-    number, load = settings.rollout.num_rollout_workers, None
+    workers_wanted = settings.rollout.num_rollout_workers
+    load = None
     try:
-        if number == 1:
+        if workers_wanted == 1:
             load = EngineLoad()
             tools = replace(tools, engine=MeteredEngine(engine, load))
         else:
             assert isinstance(engine, SharesServers) and worker_starter is not None, "validate() refuses other engines"
-            workers = WorkerPool(worker_starter(tokenizer), number, engine, settings.sglang.use_fault_tolerance)
+            replaces = settings.sglang.use_fault_tolerance
+            workers = WorkerPool(worker_starter(tokenizer), workers_wanted, engine, replaces)
             await workers.start()
             tools = replace(tools, workers=workers)
     except BaseException:

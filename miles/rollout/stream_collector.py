@@ -95,7 +95,8 @@ class StreamCollector(GroupCollector):
         except BaseException:
             await self._cancel()
             raise
-        groups, self._picked = sorted(self._picked, key=lambda group: group.group_index), []
+        groups = sorted(self._picked, key=lambda group: group.group_index)
+        self._picked = []
         generated = tuple(self._tally.generated)
         metrics = self._release(groups)
         metrics |= await self._settle_leftover()
@@ -138,10 +139,10 @@ class StreamCollector(GroupCollector):
 
     def _fill(self) -> None:
         """Start groups up to the limit."""
-        missing = self._limit() - len(self._in_flight) - len(self._ready) - len(self._picked)
-        if self._starts_groups and missing > 0:
+        room = self._limit() - len(self._in_flight) - len(self._ready) - len(self._picked)
+        if self._starts_groups and room > 0:
             try:
-                groups = draw_up_to(missing, self._stream)
+                groups = draw_up_to(room, self._stream)
             except NoPromptsLeft as error:  # the groups in flight may still fill the iteration
                 self._no_prompts = error
                 return
@@ -267,8 +268,8 @@ def _is_older(group: PromptGroup, version: int) -> bool:
 
 def _is_wholly_older(group: PromptGroup, version: int) -> bool:
     """Return whether every loss token is by weights older than ``version``."""
-    actual = [actual for sample in group.samples for actual in _trained_versions(sample)]
-    return bool(actual) and max(actual) < version
+    versions = [actual for sample in group.samples for actual in _trained_versions(sample)]
+    return bool(versions) and max(versions) < version
 
 
 def _mask_older(group: PromptGroup, version: int) -> int:

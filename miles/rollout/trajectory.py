@@ -178,28 +178,28 @@ async def generate_trajectories(
         )
         return _checked(await function(trajectory), trajectory, origin)
 
-    made = await gather_or_cancel(make(k) for k in range(spec.n_samples))
-    return PromptGroup(group.group_index, group.prompt, [sample for samples in made for sample in samples])
+    trajectories = await gather_or_cancel(make(k) for k in range(spec.n_samples))
+    return PromptGroup(group.group_index, group.prompt, [sample for samples in trajectories for sample in samples])
 
 
 def _checked(answer: Any, trajectory: Trajectory, origin: str) -> list[Sample]:
-    own = trajectory.sample
-    samples = [own] if answer is None else answer
+    first = trajectory.sample
+    samples = [first] if answer is None else answer
     if not isinstance(samples, Sequence) or not samples or not all(isinstance(s, Sample) for s in samples):
         raise ValueError(
-            f"{origin}: it returned {answer!r:.80} for {own.prompt.source}; return None for the trajectory's own "
+            f"{origin}: it returned {answer!r:.80} for {first.prompt.source}; return None for the trajectory's own "
             f"sample, or a list of one or more samples"
         )
     for sample in samples:
-        if (sample.group_index, sample.trajectory_id) != (own.group_index, own.trajectory_id):
+        if (sample.group_index, sample.trajectory_id) != (first.group_index, first.trajectory_id):
             raise ValueError(
-                f"{origin}: a sample of {own.prompt.source} has group {sample.group_index} and trajectory_id "
-                f"{sample.trajectory_id}, but its trajectory has group {own.group_index} and trajectory_id "
-                f"{own.trajectory_id}; make further samples with dataclasses.replace(trajectory.sample, ...)"
+                f"{origin}: a sample of {first.prompt.source} has group {sample.group_index} and trajectory_id "
+                f"{sample.trajectory_id}, but its trajectory has group {first.group_index} and trajectory_id "
+                f"{first.trajectory_id}; make further samples with dataclasses.replace(trajectory.sample, ...)"
             )
         if not sample.response_ids and sample.status is not SampleStatus.ABORTED:
             raise ValueError(
-                f"{origin}: a sample of {own.prompt.source} has no response; call trajectory.generate() at least once"
+                f"{origin}: a sample of {first.prompt.source} has no response; call trajectory.generate() at least once"
             )
         sample.check()
     return list(samples)

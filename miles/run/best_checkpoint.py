@@ -93,9 +93,11 @@ class BestSoFar:
     def __init__(self, metric: str, root: Path, done: int) -> None:
         self.metric, self.mode = read_best(metric)
         self.seen = False  # whether an iteration had the metric
-        known = best_in(root)
-        fits = known is not None and (known.metric, known.mode) == (self.metric, self.mode) and known.iterations <= done
-        self.best = known if fits else None
+        self.best = best_in(root)
+        if self.best is not None and (
+            (self.best.metric, self.best.mode) != (self.metric, self.mode) or self.best.iterations > done
+        ):
+            self.best = None
 
     def improved_by(self, metrics: Mapping[str, Metric], iterations: int, due: bool) -> BestCheckpoint | None:
         """Return the checkpoint to save after ``iterations`` if they are the best so far, else None.
@@ -130,7 +132,8 @@ def remove_superseded(saved: Path, settings: Settings, best: BestCheckpoint | No
     Raises:
         OSError: The record of the best checkpoint cannot be written.
     """
-    section, model, root = settings.checkpoint, settings.model, saved.parent
+    section, model = settings.checkpoint, settings.model
+    root = saved.parent
     prunes = section.save_keep_last is not None or section.save_retain_interval is not None
     before = best_in(root) if section.save_best is not None else None
     if before is not None and best is not None and before.name == best.name:

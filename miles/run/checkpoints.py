@@ -114,7 +114,8 @@ class RunCheckpoints:
         if self.wandb_run is None and not is_branch:
             self.wandb_run = state.get(WANDB_RUN)  # a later run with --use-wandb continues it
         self.drivers.rollout.restore(state["prompts"])
-        if done >= (last := self.drivers.rollout.num_iterations) > 0:
+        last = self.drivers.rollout.num_iterations
+        if done >= last > 0:
             print(note_of_nothing_left(done, last))
         return done
 
@@ -178,7 +179,8 @@ class RunCheckpoints:
         with self.drivers.timer.phase("save"):
             state = {"rollouts_done": done, "prompts": self.drivers.rollout.state(done), "run": self.run_state}
             state |= {STEPS_PER_ITERATION: self.steps_per_iteration, SETTINGS: dict(self.settings)}
-            state |= {} if self.wandb_run is None else {WANDB_RUN: self.wandb_run}
+            if self.wandb_run is not None:
+                state[WANDB_RUN] = self.wandb_run
             began = time.monotonic()
             self.drivers.trainer.save(done, state, best)
             if (seconds := time.monotonic() - began) > LONG_SAVE_SECONDS:

@@ -56,9 +56,8 @@ class EngineActor:
 
     def update_copy(self, source: CopySource) -> WeightFolder:
         """Bring this host's copy of the weights up to date; ``miles.engine.base.Server.update_copy``."""
-        if (
-            self._guard is not None and source.copies is None
-        ):  # engines of a host share the copy, so it is not in a guard's folder
+        if self._guard is not None and source.copies is None:
+            # Engines of a host share the copy, so it is not in a guard's folder.
             source = replace(source, copies=tempfile.gettempdir())
         return source.update_copy()
 
@@ -168,7 +167,8 @@ class RayHost:
         """Place server ``number`` in its own actor; ``EngineHost.place_server``."""
         # A Ray session of our own is one host. In a cluster, other hosts must reach the server.
         host = None if self._placement.cluster.ray_address else "127.0.0.1"
-        options, gpus = self._placement.engine_options(number, node), self._placement.engine_gpus(number, node)
+        options = self._placement.engine_options(number, node)
+        gpus = self._placement.engine_gpus(number, node)
         return ActorServer(f"engine {number}", build, options, host, start_seconds, gpus)
 
     def broadcast_device(self) -> torch.device:

@@ -104,13 +104,13 @@ def _doing(stacks: str) -> str:
         return "no Python stack"
     if (collective := collective_in(stacks)) is not None:
         return f"in the collective {collective}"
-    own = (
+    places = (
         f"at {_short(file)}:{line} in {name}"
         for thread in reversed(frames(stacks))  # the main thread is the last
         for file, line, name in thread
         if not file.startswith("<") and not any(part in file for part in _LIBRARIES) and name not in _ASIDE
     )
-    return next(own, "in no code of miles or of the user")
+    return next(places, "in no code of miles or of the user")
 
 
 def _short(file: str) -> str:
@@ -191,7 +191,7 @@ class FailureFiles:
         self._reported = True
         with suppress(OSError):  # the failure itself is reported in any case
             report = hang_report(why, self.workers if ask_ray else None, self.run_folder, self._output_dir)
-            path = self._made() / HANG_REPORT
+            path = self._make_folder() / HANG_REPORT
             path.touch(mode=0o600)
             path.write_text(hide_in_text(report, self._hidden()), encoding="utf-8", errors="backslashreplace")
             tell(f"{why}; the stacks of all processes are in {path}")
@@ -201,11 +201,12 @@ class FailureFiles:
         if self.run_folder is None:
             return
         with suppress(OSError):
-            copy_ray_logs(self.run_folder, self._made() / RAY_LOGS, self._hidden())
+            copy_ray_logs(self.run_folder, self._make_folder() / RAY_LOGS, self._hidden())
 
     def next_attempt(self) -> None:
         """Make a new folder at the next failure: the run started another attempt, or replaced a worker."""
-        self._folder, self._reported = None, False
+        self._folder = None
+        self._reported = False
 
     def in_words(self) -> str:
         """Return the end of a sentence that names the kept files; empty if there are none."""
@@ -224,13 +225,14 @@ class FailureFiles:
         secrets = {*self._secrets, *secrets_in("environment", os.environ)}
         return {secret for secret in secrets if len(secret) >= SHORTEST_HIDDEN_IN_TEXT}
 
-    def _made(self) -> Path:
+    def _make_folder(self) -> Path:
+        """Return the folder of this failure, made at the first call; the oldest folders of others are removed."""
         if self._folder is None:
             folder = self._output_dir / time.strftime("failure-%Y%m%d-%H%M%S")
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._folder = folder
-            own = [path for path in self._output_dir.iterdir() if _FOLDER.fullmatch(path.name)]
-            for old in sorted(own)[:-MOST_FOLDERS]:
+            folders = [path for path in self._output_dir.iterdir() if _FOLDER.fullmatch(path.name)]
+            for old in sorted(folders)[:-MOST_FOLDERS]:
                 shutil.rmtree(old, ignore_errors=True)
         return self._folder
 

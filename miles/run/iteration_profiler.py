@@ -68,20 +68,22 @@ def _events(processes: Sequence[ProcessTrace], begin: int) -> Iterator[dict[str,
         for event in _nested(process.events):
             yield _slice(event.name, event.category, number, row_of[event.thread], event.start - begin, event.duration)
         for wait, (name, start, end) in enumerate(process.waits):
-            one: dict[str, Any] = {"cat": WAITS, "name": name, "pid": number, "tid": 0, "id": f"{number}.{wait}"}
-            yield one | {"ph": "b", "ts": _microseconds(start - begin)}
-            yield one | {"ph": "e", "ts": _microseconds(end - begin)}
+            pair: dict[str, Any] = {"cat": WAITS, "name": name, "pid": number, "tid": 0, "id": f"{number}.{wait}"}
+            yield pair | {"ph": "b", "ts": _microseconds(start - begin)}
+            yield pair | {"ph": "e", "ts": _microseconds(end - begin)}
 
 
 def _first_time(process: ProcessTrace) -> int:
     """Return when the first event of a process began, or its recording."""
-    events, waits = (event.start for event in process.events), (start for _, start, _ in process.waits)
+    events = [event.start for event in process.events]
+    waits = [start for _, start, _ in process.waits]
     return min([process.start, *events, *waits])
 
 
 def _nested(events: Iterable[Event]) -> Iterator[Event]:
     """Yield ``events``, sorted as in ``ProcessTrace``; one that ends after the event around it is shortened."""
-    thread, ends = "", [0]
+    thread = ""
+    ends: list[int] = []  # of the events around this one, the innermost last
     for event in events:
         if event.thread != thread:
             thread, ends = event.thread, []
@@ -142,8 +144,8 @@ def kind_of(event: Event) -> str:
 def seconds_by_kind(events: Sequence[Event]) -> dict[str, Counter[str]]:
     """Return the seconds that operations took on their own, by kind and by name; threads add up."""
     seconds: dict[str, Counter[str]] = {}
-    for event, own in self_times(events):
-        seconds.setdefault(kind_of(event), Counter())[event.name] += own / 1e9  # type: ignore[assignment]
+    for event, nanoseconds in self_times(events):
+        seconds.setdefault(kind_of(event), Counter())[event.name] += nanoseconds / 1e9  # type: ignore[assignment]
     return seconds
 
 

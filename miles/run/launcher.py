@@ -122,9 +122,10 @@ def train(settings: Settings, placement: Placement, context: RunContext) -> None
         context: The context that its attempts share.
     """
     offload = settings.offload(placement.device)
-    cluster, files, port = settings.cluster, context.files, settings.tracking.prometheus_port
+    cluster, files = settings.cluster, context.files
     workers = Workers(cluster.worker_timeout, cluster.wait_timeout, files.report_hang, files.next_attempt)
     files.workers = workers
+    port = settings.tracking.prometheus_port
     with (
         closing(Loading(settings.tracking.log_format)) as loading,
         closing(ReportSink(settings.tracking)) as report,
@@ -192,9 +193,9 @@ def _run_loop(
 ) -> None:
     """Run the iterations, with a trainer or without."""
     steps, stop = settings.steps_per_iteration, context.stop
-    timer, profiled = (
-        (PhaseTimer(), nullcontext) if profiler is None else (PhaseTimer(profiler.phase), profiler.iteration)
-    )
+    timer = PhaseTimer() if profiler is None else PhaseTimer(profiler.phase)
+    profiled: Callable[[int], AbstractContextManager[object]]
+    profiled = nullcontext if profiler is None else profiler.iteration
     if trainer is None:
         GenerationLoop(
             rollout, tracker, settings.evaluation, steps, stop, timer, profiled, context.before_writing
@@ -226,7 +227,8 @@ def _run_loop(
 
 def _tracker(settings: Settings, context: RunContext, served: Sequence[Sink], total_steps: int) -> Tracker:
     """Return the tracker of a run of so many optimizer steps, with the facts about the run."""
-    facts, objective = provenance(settings), (settings.loss, settings.step_shape, settings.added_losses)
+    facts = provenance(settings)
+    objective = settings.loss, settings.step_shape, settings.added_losses
     words, formula = objective_in_words(*objective), objective_formula(*objective)
     header = RunHeader.from_sections("miles", settings, words, formula, total_steps, facts)
     header = replace(header, run=RunIdentity.new().to_state())
@@ -243,8 +245,10 @@ def _config(settings: Settings, facts: dict[str, Any], set_fields: Collection[st
     resumes = checkpoint.load is not None and checkpoint.load == checkpoint.save
     if checkpoint.remote_cache == str(default_remote_cache(settings.tracking.output_dir)):
         settings = replace(settings, checkpoint=replace(checkpoint, remote_cache=None))
-    more = [" load=null"] * resumes + [" --start-over"] * (checkpoint.save is not None)
-    repeat = f"miles train --config {path}{''.join(more)} repeats this run; flags after that win."
+    more = " load=null" if resumes else ""
+    if checkpoint.save is not None:
+        more += " --start-over"
+    repeat = f"miles train --config {path}{more} repeats this run; flags after that win."
     return run_config(settings, [*in_words(facts), repeat], set_fields)
 
 
@@ -300,10 +304,10 @@ class ForeseenMemory:
 
 
 def _note(measured: float | None, foreseen: float | None, error: str | None) -> str:
-    held = "" if measured is None else f"the fullest trainer rank has allocated {measured:.1f} GiB; "
+    measurement = "" if measured is None else f"the fullest trainer rank has allocated {measured:.1f} GiB; "
     if foreseen is None:
-        return f"{held}--rehearse cannot foresee it: {error}"
-    return f"{held}--rehearse foresees {foreseen:.1f} GiB with responses of the longest length"
+        return f"{measurement}--rehearse cannot foresee it: {error}"
+    return f"{measurement}--rehearse foresees {foreseen:.1f} GiB with responses of the longest length"
 
 
 @dataclass(frozen=True)
@@ -454,8 +458,9 @@ def _locked(settings: Settings) -> Iterator[tuple[FolderLocks, RemoteLock | None
     """Hold the locks of the folders that a run writes, for the length of the block; yield them."""
     section = settings.checkpoint
     written = {"--output-dir": settings.tracking.output_dir, "--remote-cache": section.remote_cache}
-    written |= {} if "save" in section.urls else {"--save": section.save}
-    written |= {"--update-weight-disk-dir": settings.sglang.update_weight_disk_dir}
+    if "save" not in section.urls:
+        written["--save"] = section.save
+    written["--update-weight-disk-dir"] = settings.sglang.update_weight_disk_dir
     folders = [(flag, Path(folder)) for flag, folder in written.items() if folder is not None]
     with (
         locked_folders(folders, None if "save_hf" in section.urls else section.save_hf) as local,
@@ -478,14 +483,14 @@ def _context(
     restarts = Restarts(settings.cluster.max_restarts if previous is None else previous.restarts_left)
 
     def continuation(resumed: Settings) -> Continuation:
-        again = LauncherState(
+        state = LauncherState(
             replace(validated, settings=resumed, readings=(), surprises=(), accepted=()), section, restarts.left
         )
-        return Continuation(f"{__name__}:take_over", again, environment)
+        return Continuation(f"{__name__}:take_over", state, environment)
 
     can_be_replaced = is_alone and not settings.cluster.ray_address  # nobody restarts a joined cluster
-    again = continuation if can_be_replaced else None
-    return RunContext(stop, files, notifier, restarts, section, validated.set_fields, again)
+    next_launcher = continuation if can_be_replaced else None
+    return RunContext(stop, files, notifier, restarts, section, validated.set_fields, next_launcher)
 
 
 def run(settings: Settings, context: RunContext) -> None:

@@ -288,7 +288,7 @@ class Workers:
                 )
             done, _ = ray.wait([*pending, *self._heartbeats()], timeout=HEARTBEAT_CHECK_SECONDS)
             for call in [call for call in done if call in pending]:
-                self._checked(call, whose)
+                self._check(call, whose)
                 pending.remove(call)
         return ray.get(list(calls))
 
@@ -299,7 +299,8 @@ class Workers:
     def _heartbeats(self) -> list[ray.ObjectRef[Any]]:
         return [watched.heartbeat for watched in self._watched if watched.lost is None]
 
-    def _checked(self, call: ray.ObjectRef[Any], whose: Any) -> None:
+    def _check(self, call: ray.ObjectRef[Any], whose: Any) -> None:
+        """Raise the failure of a call that has ended, or ``ActorLost`` for the loss that caused it."""
         try:
             ray.get(call)
         except (RuntimeError, OSError, *_OF_A_DEATH) as failure:

@@ -147,7 +147,8 @@ class TrainingLoop:
 
     def run(self) -> None:
         """Run from the newest checkpoint of ``--load``, if any, to the last iteration."""
-        done, last = self.resume(), self.drivers.rollout.num_iterations
+        done = self.resume()
+        last = self.drivers.rollout.num_iterations
         self.drivers.sync_weights(version=done)
         if done == 0 and self.evaluation.has_sets and not self.evaluation.skip_eval_before_train:
             self.log(0, [self.evaluate()])

@@ -84,7 +84,7 @@ class StoredWeights:
 def without_images(by_replica: Sequence[list[TrainShard]]) -> tuple[list[ImageTensors], list[list[TrainShard]]]:
     """Return the images of all prompts, and the shards with their numbers instead; ``with_images`` undoes this."""
     numbers: dict[ImageTensors, int] = {}
-    numbered = [_replaced(shards, lambda one: numbers.setdefault(one, len(numbers))) for shards in by_replica]
+    numbered = [_replaced(shards, lambda image: numbers.setdefault(image, len(numbers))) for shards in by_replica]
     return list(numbers), numbered
 
 
@@ -97,7 +97,7 @@ def _replaced(shards: Sequence[TrainShard], by: Callable[[Any], Any]) -> list[Tr
     result = []
     for shard in shards:
         if shard.batch.images is not None:
-            images = [None if one is None else by(one) for one in shard.batch.images]
+            images = [None if image is None else by(image) for image in shard.batch.images]
             shard = replace(shard, batch=replace(shard.batch, images=images))
         result.append(shard)
     return result

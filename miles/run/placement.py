@@ -58,7 +58,8 @@ def in_order(slots: Sequence[GpuSlot]) -> tuple[GpuSlot, ...]:
     nodes = list(dict.fromkeys(slot.node for slot in slots))
 
     def key(slot: GpuSlot) -> tuple[int, int, str]:
-        return nodes.index(slot.node), int(slot.gpu) if slot.gpu.isdigit() else 0, slot.gpu
+        number = int(slot.gpu) if slot.gpu.isdigit() else 0
+        return nodes.index(slot.node), number, slot.gpu
 
     return tuple(sorted(slots, key=key))
 
@@ -119,10 +120,10 @@ def check_engines(slots: Sequence[GpuSlot], size: int, per_node: int) -> None:
     for first in range(0, len(slots), per_node):
         nodes = list(dict.fromkeys(slot.node for slot in slots[first : first + per_node]))
         if len(nodes) > 1:
-            held = " and ".join(str(sum(slot.node == node for slot in slots)) for node in nodes)
+            counts = " and ".join(str(sum(slot.node == node for slot in slots)) for node in nodes)
             devices = "the devices" if per_node == size else f"{per_node} devices"
             raise ValueError(
                 f"--rollout-num-gpus-per-engine {size}: with --colocate {devices} of engine {first // size} are on "
-                f"{len(nodes)} nodes, which hold {held} of the trainer's devices; free whole nodes, or give a smaller "
-                "engine"
+                f"{len(nodes)} nodes, which hold {counts} of the trainer's devices; free whole nodes, or give a "
+                "smaller engine"
             )

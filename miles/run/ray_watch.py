@@ -119,8 +119,8 @@ def parts_of_ray() -> list[OwnProcess | Listener]:
     # A separate process as well: after SIGTERM the GCS stays for a minute, and answers nobody.
     listeners = [Listener(gcs, address, is_own=True), Listener(raylet, node.raylet_socket_name, is_own=True)]
     kinds = ((gcs, ray_constants.PROCESS_TYPE_GCS_SERVER), (raylet, ray_constants.PROCESS_TYPE_RAYLET))
-    own = [OwnProcess(name, psutil.Process(node.all_processes[kind][0].process.pid)) for name, kind in kinds]
-    return [*own, *listeners]
+    processes = [OwnProcess(name, psutil.Process(node.all_processes[kind][0].process.pid)) for name, kind in kinds]
+    return [*processes, *listeners]
 
 
 @dataclass

@@ -150,7 +150,8 @@ class RemoteCheckpoints:
         name = folder.name
         manifest = (folder / MANIFEST).read_bytes()
         there = self._files_by_checkpoint().get(name, {})
-        remote, records = self.remote.child(name), read_manifest(folder)
+        remote = self.remote.child(name)
+        records = read_manifest(folder)
         if remote.read(MANIFEST) != manifest or _fault(folder, there) is not None:
             before_publishing()
             remote.write(INCOMPLETE, b"")
@@ -255,11 +256,11 @@ class RemoteCheckpoints:
     def _index_best(self, there: bytes | None) -> None:
         """Copy the record of the best checkpoint, unless the local one is of a later checkpoint."""
         try:
-            later = json.loads(there or b"{}").get("iterations", -1)
+            iterations = json.loads(there or b"{}").get("iterations", -1)
         except (ValueError, AttributeError):
             return  # half-written: the next best replaces it
         known = best_in(self.local)
-        if there is not None and isinstance(later, int) and (known is None or later >= known.iterations):
+        if there is not None and isinstance(iterations, int) and (known is None or iterations >= known.iterations):
             write_through(self.local / BEST, there)
 
 
@@ -326,7 +327,7 @@ def _mark(folder: Path, is_uploaded: bool) -> None:
 
 
 def _leave_entry(folder: Path) -> None:
-    """Remove the files of a local checkpoint that the remote folder has too, but those that describe it."""
+    """Remove the files of a local checkpoint that the remote folder has too, except the few that describe it."""
     (folder / ONLY_REMOTE).write_text("", encoding="utf-8")
     for path in list(folder.iterdir()):
         if path.is_dir():

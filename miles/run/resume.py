@@ -80,12 +80,12 @@ def check_settings(checkpoint: CheckpointArguments, settings: Settings) -> list[
         return []
     checkpoint_files.read_run_state(folder, settings.training.train_backend, f"--load {checkpoint.load}")
     state = checkpoint_files.read_launcher_state(folder)
-    before, now = state.get(KEY), settings_to_save(settings)
-    of_model = before.get("model") if isinstance(before, dict) else None
-    saved_model = of_model.get("hf_checkpoint") if isinstance(of_model, dict) else None
-    other = saved_model if isinstance(saved_model, str) and saved_model != settings.model.hf_checkpoint else None
-    if other is not None:
-        _check_sizes(checkpoint, other, settings.model)
+    before = state.get(KEY)
+    other_model = _saved_model(before)
+    if other_model == settings.model.hf_checkpoint:
+        other_model = None
+    if other_model is not None:
+        _check_sizes(checkpoint, other_model, settings.model)
     if checkpoint.finetune:
         return []
     order = {"shuffle": settings.data.rollout_shuffle, "seed": settings.data.rollout_seed}
@@ -93,9 +93,9 @@ def check_settings(checkpoint: CheckpointArguments, settings: Settings) -> list[
         check_order(position, order)
     if not isinstance(before, dict):  # an earlier version
         return []
-    if other is not None:
-        _check_tokenizer(checkpoint, other, settings)
-    differences = dict(_differences(before, now))
+    if other_model is not None:
+        _check_tokenizer(checkpoint, other_model, settings)
+    differences = dict(_differences(before, settings_to_save(settings)))
     if not differences:
         return []
     changed = [_changed(name, values) for name, values in differences.items()]
@@ -110,16 +110,28 @@ def check_settings(checkpoint: CheckpointArguments, settings: Settings) -> list[
     return notes
 
 
+def _saved_model(settings: Any) -> str | None:
+    """Return ``--hf-checkpoint`` of the settings in a checkpoint; None if they lack it, as in earlier versions."""
+    section = settings.get("model") if isinstance(settings, dict) else None
+    saved = section.get("hf_checkpoint") if isinstance(section, dict) else None
+    return saved if isinstance(saved, str) else None
+
+
 def _check_sizes(checkpoint: CheckpointArguments, before: str, model: ModelArguments) -> None:
-    """Refuse a model whose weights have other shapes than those of the checkpoint, if both models are here."""
-    configs = [readable_config(each) for each in (replace(model, hf_checkpoint=before), model)]
-    old, new = ({} if config is None else config.get("text_config") or config for config in configs)
+    """Refuse a model whose weights have other shapes than the checkpoint's, if both models are here."""
+    old, new = _language_model(replace(model, hf_checkpoint=before)), _language_model(model)
     for name in _SIZES:
         if name in old and name in new and old[name] != new[name]:
             raise InputError(
                 f"--load {checkpoint.load}: holds a model with {name} {old[name]}, and --hf-checkpoint "
                 f"{model.hf_checkpoint} has {new[name]}; give --hf-checkpoint {before}, or drop --load"
             )
+
+
+def _language_model(model: ModelArguments) -> dict[str, Any]:
+    """Return the configuration of the language model; empty if the model is not here."""
+    config = readable_config(model)
+    return {} if config is None else config.get("text_config") or config
 
 
 def _check_tokenizer(checkpoint: CheckpointArguments, before: str, settings: Settings) -> None:
@@ -171,7 +183,7 @@ def check_load_folder(checkpoint: CheckpointArguments) -> list[str]:
         return []
     local = checkpoint.local(checkpoint.load)
     if start != local:  # a folder of checkpoints
-        last = _last_of_each_run(local)
+        last = {_run_of(folder): folder for folder in checkpoint_files.all_in(local) if _has_state(folder)}
         newest = max(last, key=lambda run: checkpoint_files.iterations_of(last[run]) or 0, default=None)
         unnamed = last.pop(None, None) if newest is not None else None
         if len(last) > 1:
@@ -266,11 +278,6 @@ def _loaded(checkpoint: CheckpointArguments) -> Path | None:
         return checkpoint_files.at(checkpoint.local(checkpoint.load))
 
 
-def _last_of_each_run(root: Path) -> dict[RunIdentity | None, Path]:
-    """Return the newest checkpoint of every run in ``root``, as far as they say."""
-    return {_run_of(folder): folder for folder in checkpoint_files.all_in(root) if _has_state(folder)}
-
-
 def _has_state(folder: Path) -> bool:
     try:
         checkpoint_files.read_launcher_state(folder)
@@ -322,7 +329,8 @@ def resume_point(checkpoint: CheckpointArguments) -> ResumePoint:
     flag = f"--load {checkpoint.load}"
     remote = RemoteCheckpoints.of(checkpoint, checkpoint.load) if is_url(checkpoint.load) else None
     with reading(flag):
-        is_checkpoint, folders = checkpoint_files.is_checkpoint(root), checkpoint_files.all_in(root)
+        is_checkpoint = checkpoint_files.is_checkpoint(root)
+        folders = checkpoint_files.all_in(root)
     if is_checkpoint:
         try:
             note = _fetch_and_check(root, flag, remote)

@@ -137,7 +137,8 @@ class RolloutDriver:
         if summary is None:
             return None
         self._position = summary.prompts_after
-        dims, (_, images, *of_replica) = self.settings.dims, self._started.pop(iteration)
+        _, images, *of_replica = self._started.pop(iteration)
+        dims = self.settings.dims
         by_rank = [(images, of_replica[dims.replica_of(rank)]) for rank in range(dims.token_ranks)]
         return GeneratedIteration(summary, by_rank)
 
@@ -368,7 +369,8 @@ class RolloutActor(ProfiledActor):
         if weights is None:
             await self.pipeline.update_weights(None, version, after)
             return {}
-        sent, settings = weights.opened(), self._settings
+        sent = weights.opened()
+        settings = self._settings
         has_servers = settings.engine.has_servers  # whose hosts have copies
         chunks: Iterable[WeightChunk] = sent
         if settings.sends_deltas and not has_servers:
@@ -396,8 +398,8 @@ class RolloutActor(ProfiledActor):
 
     async def stop_profile(self) -> list[ProcessTrace]:
         """Return the recording."""
-        own: list[ProcessTrace] = super().stop_profile()
-        return [*own, *await self.pipeline.producer.stop_profile()]
+        traces: list[ProcessTrace] = super().stop_profile()
+        return [*traces, *await self.pipeline.producer.stop_profile()]
 
     async def save_tokenizer(self, folder: str) -> None:
         """Add the tokenizer to a Hugging Face export."""

@@ -18,7 +18,6 @@ import fcntl
 import hashlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -31,7 +30,7 @@ import psutil
 
 from miles.base.processes import RUN_FOLDER, importing_miles, kill_all
 from miles.engine.servers.leftovers import open_segments, remove_segments
-from miles.run.stop_requests import STOPS
+from miles.run.stop_requests import ignore_stops
 
 LOCK = "lock"
 DETACHED = "--detached"
@@ -64,7 +63,7 @@ class RunGuard:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
             pass_fds=(self._lock.fileno(),),  # the guard holds the lock too
-            preexec_fn=_ignore_signals,
+            preexec_fn=ignore_stops,  # which are for the launcher
         )
         os.environ[RUN_FOLDER] = str(self.folder)
         self._limits = psutil.Process().rlimit(psutil.RLIMIT_LOCKS)
@@ -176,12 +175,6 @@ def _has_ended(process: psutil.Process) -> bool:
         return bool(process.status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return True
-
-
-def _ignore_signals() -> None:
-    """Ignore the signals that are for the launcher; the program that the process becomes ignores them too."""
-    for number in STOPS:
-        signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager

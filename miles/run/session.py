@@ -215,7 +215,8 @@ def ray_session(
     """
     if ray.is_initialized():
         raise ValueError("Ray is connected in this process already; call ray.shutdown() before the run")
-    device, engines = resolve_device(cluster), engines or EngineLayout()
+    device = resolve_device(cluster)
+    engines = engines or EngineLayout()
     placement = Placement(None, cluster, device, engines)
     num_cpus = int(sum(bundle["CPU"] for bundle in _bundles(cluster, engines, device)))
     for name, value in RAY_DEFAULTS.items():
@@ -443,26 +444,29 @@ def _on_nodes_as_asked(
     names = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     if len(names) == 1:
         return group
-    ranks, asked = cluster.world_size, (cluster.actor_num_nodes, cluster.actor_num_gpus_per_node)
+    ranks = cluster.world_size
+    num_nodes, per_node = cluster.actor_num_nodes, cluster.actor_num_gpus_per_node
     nodes = _nodes_of_bundles(group)
-    if not is_as_asked(nodes[:ranks], *asked):
+    if not is_as_asked(nodes[:ranks], num_nodes, per_node):
         device = "GPU" if "GPU" in bundles[0] else "CPU"
         free = {node: have.get(device, 0.0) for node, have in available_resources_per_node().items()}
         for node, bundle in zip(nodes, bundles, strict=True):
             free[node] = free.get(node, 0.0) + bundle[device]
-        chosen = choose_nodes(free, *asked, [bundle[device] for bundle in bundles[ranks:]])
+        chosen = choose_nodes(free, num_nodes, per_node, [bundle[device] for bundle in bundles[ranks:]])
         if chosen is not None:
             remove_placement_group(group)
-            on_chosen = [{NODE_ID: chosen[rank // asked[1]]} for rank in range(ranks)]
-            there = _reserve(bundles, CHOSEN_SECONDS, [*on_chosen, *({} for _ in bundles[ranks:])])
-            group = there or _place(bundles, cluster)  # Ray may put engines on the nodes of the ranks
+            selectors: list[dict[str, str]] = [{} for _ in bundles]
+            for rank in range(ranks):
+                selectors[rank] = {NODE_ID: chosen[rank // per_node]}
+            on_chosen = _reserve(bundles, CHOSEN_SECONDS, selectors)
+            group = on_chosen or _place(bundles, cluster)  # Ray may put engines on the nodes of the ranks
             nodes = _nodes_of_bundles(group)
     rank_nodes = nodes[:ranks]
     by_node = sorted(rank_nodes, key=rank_nodes.index)  # as in_order, which numbers ranks on GPUs
     where = ranks_by_node(by_node if "GPU" in bundles[0] else rank_nodes, names)
     print(f"placement: {where}")
-    if not is_as_asked(rank_nodes, *asked):
-        wanted = f"--actor-num-nodes {asked[0]} with {count(asked[1], 'device')} each"
+    if not is_as_asked(rank_nodes, num_nodes, per_node):
+        wanted = f"--actor-num-nodes {num_nodes} with {count(per_node, 'device')} each"
         print(f"note: the cluster has no room for {wanted} and the engines, or Ray found none: it has chosen the nodes")
     return group
 

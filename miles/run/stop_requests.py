@@ -70,7 +70,7 @@ class StopRequests:
             yield self
             return
         if is_last:
-            atexit.register(_ignore_stops)
+            atexit.register(ignore_stops)  # Python would give them back their default actions in its last moment
         handlers: dict[int, Callable[[int, FrameType | None], Any]] = {number: self._stop for number in STOPS}
         handlers |= {signal.SIGUSR1: self._warn, signal.SIGALRM: self._time_out}
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
@@ -207,8 +207,8 @@ def stops_later(at_the_second: Callable[[int], None]) -> Iterator[None]:
             signal.raise_signal(arrived[0])
 
 
-def _ignore_stops() -> None:
-    """Ignore signals in the last moment of the process, where Python would give them back their default actions."""
+def ignore_stops() -> None:
+    """Ignore ``STOPS`` in this process, and in the program that it may become."""
     for number in STOPS:
         signal.signal(number, signal.SIG_IGN)
 

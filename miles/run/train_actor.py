@@ -236,7 +236,8 @@ class TrainDriver:
 
     def export_hf(self, folder: Path) -> None:
         """Write the Hugging Face export into ``folder``. Raises ``WriteFailed`` as ``save`` does."""
-        folder, what = folder.absolute(), f"--save-hf {self.settings.checkpoint.save_hf}: the export"
+        folder = folder.absolute()
+        what = f"--save-hf {self.settings.checkpoint.save_hf}: the export"
         with naming_disk(folder, folder, what, _INTACT, _FAILURES):
             self._on_all("export_hf", folder)
 
@@ -334,8 +335,8 @@ class TrainActor(ProfiledActor):
 
         self.backend = build_backend(self.settings, self.device, total_steps)
         passes = self.settings.training.ppo_epochs
-        args, ranks = flags_view(self.settings), self.settings.dims.token_ranks
-        self.trainer = Trainer(self.backend, self.settings.loss, ranks, passes, args)
+        ranks = self.settings.dims.token_ranks
+        self.trainer = Trainer(self.backend, self.settings.loss, ranks, passes, flags_view(self.settings))
 
     def train(
         self, shards: Sequence[TrainShard], trains_policy: bool, refreshes_reference: bool, iteration: int

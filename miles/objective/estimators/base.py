@@ -159,7 +159,7 @@ class Estimator(ObjectivePart[E]):
         self, flags: E, trajectories: Sequence[TrajectoryTokens], advantages: Sequence["np.ndarray"]
     ) -> list["np.ndarray"]:
         """Compute the targets of a critic, in the form of ``token_advantages``. By default ``A + V``."""
-        return [of_policy + each.values for of_policy, each in zip(advantages, trajectories, strict=True)]
+        return [a + trajectory.values for a, trajectory in zip(advantages, trajectories, strict=True)]
 
     def estimates_by_token(self, flags: E) -> bool:
         """Return whether phase 2 runs: for estimators that implement it, and for whitening."""

@@ -65,10 +65,10 @@ def _rewards_with_weights(samples: SampleRewards) -> list[tuple[float, list[floa
             )
     if names.keys() != samples.part_weights.keys():
         weights = ",".join(f"{name}:{weight:g}" for name, weight in samples.part_weights.items())
+        fault = f"--rm-type has the weights {weights}" if weights else "there is no --rm-type with weights"
         raise ValueError(
             f"--advantage-estimator gdpo: the samples have the rewards {', '.join(names) or 'of no name'}, and "
-            f"{f'--rm-type has the weights {weights}' if weights else 'there is no --rm-type with weights'}; give "
-            f"--rm-type the names and weights of the run that saved them{_example(names)}"
+            f"{fault}; give --rm-type the names and weights of the run that saved them{_example(names)}"
         )
     return [(samples.part_weights[name], [parts[name] for parts in samples.parts]) for name in names]
 

@@ -25,9 +25,9 @@ class Opo(Estimator[AdvantageFlags]):
 
     def sample_advantages(self, flags: AdvantageFlags, samples: SampleRewards) -> list[float]:
         """Subtract the weighted mean, computed from differences so that it is exact for equal rewards."""
-        groups, lengths = samples.by_group(), samples.lengths_by_group()
+        lengths = samples.lengths_by_group()
         baselines: dict[int, float] = {}
-        for group, rewards in groups.items():
+        for group, rewards in samples.by_group().items():
             weights = lengths[group] if any(lengths[group].values()) else dict.fromkeys(rewards, 1)
             first = next(iter(rewards.values()))
             difference = sum(weights[trajectory] * (reward - first) for trajectory, reward in rewards.items())

@@ -84,16 +84,16 @@ class OptimalTokenBaseline(Estimator[OptimalTokenBaselineFlags]):
 
         returns = [np.cumsum(each.rewards[::-1])[::-1] for each in trajectories]
         weights = [np.cumsum(each.score_norms) for each in trajectories]
-        groups = [each.group for each in trajectories]
         advantages = [np.zeros(0)] * len(returns)
-        for group in dict.fromkeys(groups):
-            members = [i for i, of in enumerate(groups) if of == group]
+        for group in dict.fromkeys(each.group for each in trajectories):
+            members = [i for i, trajectory in enumerate(trajectories) if trajectory.group == group]
             lengths = sorted(len(returns[i]) for i in members)
-            above, below = np.zeros(lengths[-1]), np.full(lengths[-1], _EPS)
+            numerator = np.zeros(lengths[-1])
+            denominator = np.full(lengths[-1], _EPS)
             for i in members:
-                above[: len(returns[i])] += returns[i] * weights[i]
-                below[: len(returns[i])] += weights[i]
-            baseline = above / below
+                numerator[: len(returns[i])] += returns[i] * weights[i]
+                denominator[: len(returns[i])] += weights[i]
+            baseline = numerator / denominator
             if flags.otb_zero_tail and len(lengths) > 1:
                 baseline[lengths[-2] :] = 0.0
             for i in members:

@@ -40,8 +40,7 @@ class PassKAnalytic(Estimator[PassKFlags]):
 
     def smallest_group(self, flags: PassKFlags) -> int:
         """Return k + 1: k trajectories have one subset, which is its own mean."""
-        k: int = flags.pass_k
-        return k + 1
+        return flags.pass_k + 1
 
     def formula(self, flags: PassKFlags) -> list[Term]:
         """Return the formula of A."""

@@ -30,9 +30,10 @@ class Rloo(Estimator[AdvantageFlags]):
         for reward, group, trajectory in zip(
             samples.rewards, samples.group_indices, samples.trajectory_ids, strict=True
         ):
-            n, own = len(groups[group]), groups[group][trajectory]
+            n = len(groups[group])
             scale = n / (n - 1) if n > 1 else 0.0
-            advantages.append((reward - own) + scale * (own - means[group]))
+            of_trajectory = groups[group][trajectory]
+            advantages.append((reward - of_trajectory) + scale * (of_trajectory - means[group]))
         return advantages
 
 

@@ -43,7 +43,8 @@ class Vapo(Ppo[VapoFlags]):
 
     def formula(self, flags: VapoFlags) -> list[Term]:
         """Return the formulas of A, lambda, the token rewards and the critic's returns."""
-        gamma, critic = flags.gamma, self.critic_lambd(flags)
+        gamma = flags.gamma
+        critic = self.critic_lambd(flags)
         return [
             Term(
                 f"A_t = Σ_k ({gamma:g} λ)^k δ_(t+k), δ_t = r_t + {gamma:g} V_(t+1) - V_t with V = V_old, "

@@ -13,7 +13,7 @@ from miles.objective.loss_types.base import LossType, Objective, advantage_terms
 from miles.objective.output import LossOutput, PolicyScores
 from miles.objective.registry import Needs, Term
 from miles.objective.sequences import count_once, gather_whole, whole_responses
-from miles.objective.token_weights import TOKEN_WEIGHTS
+from miles.objective.token_weights import SWITCHES
 
 if TYPE_CHECKING:
     import torch
@@ -31,10 +31,7 @@ class CustomLoss(LossType):
     summary = "your own"
     reads = ("custom_loss_function_path",)
     reads_any = True
-    lacks = (
-        *("policy_loss", "custom_policy_loss_function_path", "entropy_target"),
-        *(weight.switch for weight in TOKEN_WEIGHTS),
-    )
+    lacks = ("policy_loss", "custom_policy_loss_function_path", "entropy_target", *SWITCHES)
     instead_of_lacking = "compute it in your function"
 
     def needs_of(self, objective: Objective) -> Needs:
@@ -58,8 +55,8 @@ class CustomLoss(LossType):
         """Return the call of the function, and its inputs."""
         flags = objective.flags
         whole = Term(f"loss = {_path(flags)}(log p, log p_old, A, ...)", __name__, flags.custom_loss_function_path)
-        mean, adaptive = aggregation_formula("reduce(l)", flags, shape), adaptive_kl_formula(flags)
-        return [whole, *mean, *adaptive, *advantage_terms(objective, shape)]
+        mean = aggregation_formula("reduce(l)", flags, shape)
+        return [whole, *mean, *adaptive_kl_formula(flags), *advantage_terms(objective, shape)]
 
     def words(self, objective: Objective) -> str:
         """Name the function."""
@@ -71,11 +68,11 @@ class CustomLoss(LossType):
         Some backends need the canary in the graph; its gradient is 0 here.
         """
         assert scores.entropy is not None, "a custom loss is given the entropy"
-        whole, mask, path = gather_whole(micro), micro.loss_mask == 0, _path(objective.flags)
-        log_probs, entropy = (
-            whole_responses(values.float().masked_fill(mask, 0.0), micro)
-            for values in (scores.log_probs, scores.entropy)
-        )
+        path = _path(objective.flags)
+        whole = gather_whole(micro)
+        masked = micro.loss_mask == 0
+        log_probs = whole_responses(scores.log_probs.float().masked_fill(masked, 0.0), micro)
+        entropy = whole_responses(scores.entropy.float().masked_fill(masked, 0.0), micro)
         takes_four = WHOLE_LOSS.num_arguments(WHOLE_LOSS.load(path), path) == 4
         share = import_function(FOUR_ARGUMENTS, WHOLE_LOSS.flag) if takes_four else _of_one
         total, metrics = share(objective, micro, whole, log_probs, entropy)
@@ -94,7 +91,8 @@ def _of_one(
     objective: Objective, micro: MicroBatch, whole: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor
 ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
     """Return the share of the loss, and of the metrics, by a function of one ``LossInputs``."""
-    loss, path = objective.flags, _path(objective.flags)
+    loss = objective.flags
+    path = _path(loss)
     function = WHOLE_LOSS.load(path)
     names = tuple(getattr(function, "metrics", ()))
     if not micro.response_lengths:

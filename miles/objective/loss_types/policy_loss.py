@@ -90,7 +90,9 @@ def _token_loss_formula(objective: Objective) -> list[Term]:
     """Return the loss of a token, and its weights."""
     weights = token_weights_formula(objective.flags)
     first, *rest = objective.policy_loss.formula(objective.flags)
-    text = f"w ({first.text})" if weights and first.text.startswith("-") else f"{'w ' if weights else ''}{first.text}"
+    text = first.text
+    if weights:
+        text = f"w ({text})" if text.startswith("-") else f"w {text}"
     old = [Term(f"p_old is {OLD_OF_ENGINE}", "miles.training.scoring")] if objective.flags.use_rollout_logprobs else []
     return [replace(first, text=f"l_it = {text}"), *rest, *old, *weights]
 

@@ -8,7 +8,7 @@ from miles.objective.aggregation import aggregation_formula, get_pg_loss_reducer
 from miles.objective.loss_types.base import LossType, Objective
 from miles.objective.output import LossOutput, PolicyScores
 from miles.objective.registry import Needs, Term
-from miles.objective.token_weights import TOKEN_WEIGHTS
+from miles.objective.token_weights import SWITCHES
 
 if TYPE_CHECKING:
     import torch
@@ -26,9 +26,16 @@ class SftLoss(LossType):
     uses_advantages = False
     loss_mass_is_known = True
     lacks = (
-        *("advantage_estimator", "policy_loss", "kl_coef", "use_kl_loss", "entropy_coef", "kl_target"),
-        *("entropy_target", "custom_advantage_function_path", "custom_policy_loss_function_path"),
-        *(weight.switch for weight in TOKEN_WEIGHTS),
+        "advantage_estimator",
+        "policy_loss",
+        "kl_coef",
+        "use_kl_loss",
+        "entropy_coef",
+        "kl_target",
+        "entropy_target",
+        "custom_advantage_function_path",
+        "custom_policy_loss_function_path",
+        *SWITCHES,
     )
 
     def needs_of(self, objective: Objective) -> Needs:

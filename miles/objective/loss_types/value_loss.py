@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from miles.objective.aggregation import check_diagnostic_mode
 from miles.objective.loss_types.base import LossType, Objective, advantage_terms
 from miles.objective.registry import Term
-from miles.objective.token_weights import TOKEN_WEIGHTS
+from miles.objective.token_weights import SWITCHES
 
 if TYPE_CHECKING:
     from miles.base.flags import Errors
@@ -24,9 +24,15 @@ class ValueLoss(LossType):
     summary = "the critic's value loss alone, the policy stays"
     trains_policy = False
     lacks = (
-        *("policy_loss", "entropy_coef", "use_kl_loss", "custom_pg_loss_reducer_function_path", "pg_loss_divisor"),
-        *("custom_policy_loss_function_path", "kl_target", "entropy_target"),
-        *(weight.switch for weight in TOKEN_WEIGHTS),
+        "policy_loss",
+        "entropy_coef",
+        "use_kl_loss",
+        "custom_pg_loss_reducer_function_path",
+        "pg_loss_divisor",
+        "custom_policy_loss_function_path",
+        "kl_target",
+        "entropy_target",
+        *SWITCHES,
     )
 
     def check(self, flags: LossArguments, shape: StepShape, errors: Errors) -> None:

@@ -64,7 +64,8 @@ class ClipCov(PpoClip[ClipCovFlags], SelectsByCovariance[ClipCovFlags]):
         import numpy as np
 
         low, high = clip_bounds(flags)
-        covs, ratio = covariances(tokens), np.exp(tokens.log_probs - tokens.old_log_probs)
+        covs = covariances(tokens)
+        ratio = np.exp(tokens.log_probs - tokens.old_log_probs)
         clipped = ((tokens.advantages > 0) & (ratio > high)) | ((tokens.advantages < 0) & (ratio < low))
         eligible = (covs > flags.clip_cov_min) & (covs < flags.clip_cov_max) & ~clipped
         number = max(1, int(flags.clip_cov_fraction * len(covs)))

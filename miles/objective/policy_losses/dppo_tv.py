@@ -51,7 +51,8 @@ class Dppo(PolicyLoss[D]):
 
     def formula(self, flags: D) -> list[Term]:
         """Return the loss of a token before its weight, and the definitions of its symbols."""
-        module, bound = type(self).__module__, flags.dppo_ratio_max
+        module = type(self).__module__
+        bound = flags.dppo_ratio_max
         weighted = f"-sg(min(ρ, {bound:g})) A log p" if bound else "-ρ A"
         return [
             Term(f"{weighted}, 0 where D > δ and ρ is already on the side to which A pushes", module),
@@ -75,11 +76,13 @@ class Dppo(PolicyLoss[D]):
         old = log_probs if micro.old_log_probs is None else micro.old_log_probs.masked_fill(micro.loss_mask == 0, 0.0)
         far = self.divergences(log_probs, old) > getattr(flags, self.delta)
         dropped = far & (tokens.advantages * tokens.log_ratio.detach() > 0)
+        clipped = dropped
         if bound := flags.dppo_ratio_max:
             ratio = tokens.log_ratio.detach().exp()
-            losses, clipped = -ratio.clamp(max=bound) * tokens.advantages * tokens.log_probs, dropped | (ratio > bound)
+            losses = -ratio.clamp(max=bound) * tokens.advantages * tokens.log_probs
+            clipped = dropped | (ratio > bound)
         else:
-            losses, clipped = -tokens.advantages * tokens.log_ratio.exp(), dropped
+            losses = -tokens.advantages * tokens.log_ratio.exp()
         return TokenLosses(losses.masked_fill(dropped, 0.0), clipped.float())
 
 

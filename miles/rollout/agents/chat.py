@@ -1,4 +1,4 @@
-"""An answer that is an error, in OpenAI's form."""
+"""Chat completions, as agent programs call them: errors, tool calls in answers, requests, and messages as tokens."""
 
 from __future__ import annotations
 
@@ -85,22 +85,26 @@ def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
 
 def _outside(text: str, blocks: Sequence[tuple[int, int, Any]], filler: str = "") -> str:
     """Return ``text`` with ``filler`` for each character of the blocks."""
-    edges = [(start, end) for start, end, _ in blocks] + [(len(text), len(text))]
-    before = [0, *(end for _, end in edges)]
-    return "".join(text[last:start] + filler * (end - start) for last, (start, end) in zip(before, edges, strict=False))
+    result, last = "", 0
+    for start, end, _ in blocks:
+        result += text[last:start] + filler * (end - start)
+        last = end
+    return result + text[last:]
 
 
 def _blocks(text: str) -> Iterator[tuple[int, int, ToolCall | None]]:
     """Yield where each block begins and ends, and its call; None if it is closed and not a call."""
-    position, last = 0, text.rfind("</tool_call>")
+    position = 0
+    last_close = text.rfind("</tool_call>")
     while begins := _OPEN.search(text, position):
-        position, call = begins.end(), None
+        position = begins.end()
+        call = None
         with suppress(ValueError, RecursionError):
             _, end = _DECODER.raw_decode(text, position)
             if closes := _CLOSE.match(text, end):
                 call = _call(text[position:end])
                 position = closes.end()
-        if call is not None or last >= position:
+        if call is not None or last_close >= position:
             yield begins.start(), position, call
 
 
@@ -195,8 +199,9 @@ def read_request(text: str) -> ChatRequest:
     if not messages:
         raise ApiError("messages is empty; give one message at least", param="messages")
     limits = [_read(body, name, int, None) for name in ("max_completion_tokens", "max_tokens") if name in body]
-    for limit in (limit for limit in limits if limit < 1):
-        raise ApiError(f"max_completion_tokens {limit}: must be at least 1", param="max_completion_tokens")
+    for limit in limits:
+        if limit < 1:
+            raise ApiError(f"max_completion_tokens {limit}: must be at least 1", param="max_completion_tokens")
     hidden = body.get("tool_choice") == "none"
     return ChatRequest(
         messages=read_messages(messages),
@@ -285,8 +290,8 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ApiError(f"{where}: a tool call has no function with a name", param="messages")
     arguments = function.get("arguments", "{}")
-    if isinstance(arguments, str):  # templates take an object, and write text as text in quotes
-        with suppress(strict_json.StrictJsonError):  # as the model wrote it; the template writes it as text
+    if isinstance(arguments, str):  # templates take an object, and write text in quotes
+        with suppress(strict_json.StrictJsonError):  # what is not JSON stays text, as the model wrote it
             arguments = strict_json.loads(arguments)
     return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
@@ -391,14 +396,16 @@ class ChatFormat:
 
     def text(self, generation: Generation, stop_texts: Sequence[str] = ()) -> str:
         """Return the text of an answer, as ``answer_text`` does."""
-        ended, mask = generation.finish_reason == "stop", [1] * len(generation.token_ids)
+        mask = [1] * len(generation.token_ids)
+        ended = generation.finish_reason == "stop"
         return answer_text(self.tokenizer, generation.token_ids, mask, ended, stop_texts)
 
     def _render(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
     ) -> tuple[str, dict[str, str] | None]:
         """Return the text, and the special tokens that are hidden in it; None if there are none in the messages."""
-        entries, hidden = [*messages, {"role": "tools", "tools": list(tools)}], None
+        entries = [*messages, {"role": "tools", "tools": list(tools)}]
+        hidden = None
         if self._special.are_in(entries):
             entries, hidden = self._special.hide(entries)
         *turns, last = entries

@@ -87,7 +87,7 @@ class EnvironmentGenerator(SessionGenerator):
             try:
                 with ordinary_errors(""):
                     environment = self._make(trajectory.sample.prompt)
-                if fault := self._fault_of(environment):
+                if fault := self._prepare(environment):
                     return None, fault
                 server = await self._started() if environment.needs_url else None
                 if server is not None:
@@ -109,8 +109,8 @@ class EnvironmentGenerator(SessionGenerator):
             finally:
                 await cancel_all((playing, *waiting))
 
-    def _fault_of(self, environment: Any) -> str:
-        """Return why it cannot be played; it gets the limit of its turns."""
+    def _prepare(self, environment: Any) -> str:
+        """Set the limit of its turns. Return why it cannot be played; empty if it can."""
         if not isinstance(environment, Environment):
             return f"returned {type(environment).__name__}, which is no Environment"
         if self._max_turns is not None:
@@ -138,7 +138,9 @@ def _outcome(playing: asyncio.Future[float], session: Session) -> tuple[float | 
         reason = "the messages leave no room for an answer" if session.refused_for_room else "it never called the model"
         return None, f"made no call that was answered: {reason}"
     number = as_reward(reward)
-    return (None, number.replace("returned", "gave the reward", 1)) if isinstance(number, NotAReward) else (number, "")
+    if isinstance(number, NotAReward):
+        return None, number.replace("returned", "gave the reward", 1)
+    return number, ""
 
 
 def _raised(error: BaseException) -> str:

@@ -96,8 +96,9 @@ class SessionGenerator(ABC):
         """Record the calls of ``trajectory`` inside the block. ``close`` ends the session, and waits for the block."""
         if self._chat is None:
             self._chat = ChatFormat(trajectory.tokenizer, self._template_kwargs, self._data)
-        takes, limits = self._takes_stop_texts, self._stop_text_limits
-        session = Session(trajectory, self._chat, takes_stop_texts=takes, stop_text_limits=limits)
+        session = Session(
+            trajectory, self._chat, takes_stop_texts=self._takes_stop_texts, stop_text_limits=self._stop_text_limits
+        )
         self._sessions.add(session)
         self._nothing_runs.clear()
         try:
@@ -184,8 +185,7 @@ async def run_program(
         standard_input.seek(0)
         readers, writers = zip(os.pipe(), os.pipe(), strict=True)
         try:
-            # Separate pipes: with asyncio's, it would wait until no process holds them, also one that has left the
-            # group.
+            # Separate pipes: asyncio would wait until no process holds its own, also one that has left the group.
             process = await asyncio.create_subprocess_exec(
                 *processes.ending_with_this(*command),
                 stdin=standard_input,
@@ -220,9 +220,10 @@ async def run_program(
         for task in copying:
             task.cancel()
         await asyncio.gather(*waiting, *copying, return_exceptions=True)
-    output, errors = (one.end.decode("utf-8", errors="replace").strip() for one in outputs)
-    last_line, start = output.splitlines()[-1:], "…" if len(errors) > ERROR_SIZE else ""
-    return ProgramEnd(status, "".join(last_line).strip(), start + one_line(errors[-ERROR_SIZE:], ERROR_SIZE))
+    output, errors = (each.end.decode("utf-8", errors="replace").strip() for each in outputs)
+    last_line = output.splitlines()[-1].strip() if output else ""
+    start = "…" if len(errors) > ERROR_SIZE else ""
+    return ProgramEnd(status, last_line, start + one_line(errors[-ERROR_SIZE:], ERROR_SIZE))
 
 
 async def time_is_up(session: Session, seconds: float) -> None:

@@ -101,7 +101,7 @@ class _Place:
 
     turn: _Turn | None
     prompt_ids: list[int]  # all that the model reads
-    read: list[int]  # of these: those that come after ``turn``
+    read: list[int]  # the end of ``prompt_ids``: what comes after ``turn``; empty in a new sample
     room: int
     images: PromptImages | None  # in ``prompt_ids``
 
@@ -228,7 +228,8 @@ class Session:
         call = replace(call, messages=self._chat.with_images(call.messages))
         digests = _digests(call)
         place = self._place(call, digests)
-        number, self._calls = self._calls, self._calls + 1
+        number = self._calls
+        self._calls += 1
         if place.turn is not None:
             place.turn.continued = True
         try:
@@ -265,7 +266,7 @@ class Session:
             room = limits.number - len(of_run)
             raise ApiError(
                 f"stop: the engine takes at most {limits.number} texts, {len(of_run)} of them from --rollout-stop; "
-                + (f"give at most {room} others" if room else "give none but those"),
+                + (f"give at most {room} others" if room else "give no others"),
                 param="stop",
             )
         for text in call.stop:
@@ -346,11 +347,11 @@ class Session:
             if place.images is not sample.prompt.images:
                 sample.prompt = replace(sample.prompt, images=place.images)
         else:
-            original, ids = self._trajectory.sample.prompt, place.prompt_ids
-            ids = ids if place.images is None else place.images.unexpanded(ids)
+            ids = place.prompt_ids if place.images is None else place.images.unexpanded(place.prompt_ids)
             text = str(self._chat.tokenizer.decode(ids, skip_special_tokens=False))
-            prompt = replace(original, text=text, token_ids=tuple(place.prompt_ids), images=place.images)
-            sample = Sample(prompt, self._trajectory.sample.group_index, self._trajectory.sample.trajectory_id)
+            first = self._trajectory.sample
+            prompt = replace(first.prompt, text=text, token_ids=tuple(place.prompt_ids), images=place.images)
+            sample = Sample(prompt, first.group_index, first.trajectory_id)
             if generation.token_ids:
                 self._samples.append((number, sample))
         extend(sample, place.read)
@@ -362,14 +363,14 @@ class Session:
         self, call: ChatRequest, place: _Place, generation: Generation, number: int, stop_texts: tuple[str, ...]
     ) -> Answer:
         """Make the answer of sampled tokens: its text ends before a text of ``stop``, and tool calls are parsed."""
-        content, finish = self._chat.text(generation, stop_texts), str(generation.finish_reason)
+        content = self._chat.text(generation, stop_texts)
         ends = [end for stop in call.stop if (end := content.find(stop)) >= 0]
-        content = content[: min(ends)] if ends else content
+        content = content[: min(ends, default=None)]
         content, tool_calls = parse_tool_calls(content) if call.tools else (content, [])
+        finish = str(generation.finish_reason)
         if tool_calls and finish == "stop":
             finish = "tool_calls"
-        sizes = len(place.prompt_ids), len(generation.token_ids)
-        return Answer(number, content, tuple(tool_calls), finish, *sizes)
+        return Answer(number, content, tuple(tool_calls), finish, len(place.prompt_ids), len(generation.token_ids))
 
 
 def _ended() -> ApiError:

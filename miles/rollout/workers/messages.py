@@ -120,12 +120,12 @@ class Produce:
 
     Attributes:
         spec: How, without functions of the run.
-        kind: Which of the worker's own parts take part.
+        parts: Which of the worker's own parts take part.
         drawn: The groups without samples.
     """
 
     spec: GroupSpec
-    kind: GeneratorParts
+    parts: GeneratorParts
     drawn: tuple[tuple[int, PromptGroup], ...]
 
 
@@ -181,15 +181,15 @@ class Produced:
 
     Attributes:
         ticket: Its order.
-        made: A ``Made``, pickled on its own: what somebody's function has put into a group may refuse.
+        result: A ``GroupResult``, pickled on its own: what somebody's function has put into a group may refuse.
     """
 
     ticket: int
-    made: bytes
+    result: bytes
 
 
 @dataclass(frozen=True)
-class Made:
+class GroupResult:
     """The result of a worker for a drawn group.
 
     Attributes:

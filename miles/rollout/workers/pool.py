@@ -72,7 +72,7 @@ class _Order:
     ticket: int
     drawn: PromptGroup
     spec: GroupSpec
-    kind: messages.GeneratorParts
+    parts: messages.GeneratorParts
     result: asyncio.Future[ProducedGroup]
     losses: int = 0  # workers that were lost with it
 
@@ -126,10 +126,10 @@ class _Worker:
         """Return messages as sent, the orders of one kind together: they share a specification."""
         sent: list[Any] = []
 
-        def is_order(message: Any) -> tuple[int, messages.GeneratorParts] | None:
-            return (id(message.spec), message.kind) if isinstance(message, _Order) else None
+        def key_of_order(message: Any) -> tuple[int, messages.GeneratorParts] | None:
+            return (id(message.spec), message.parts) if isinstance(message, _Order) else None
 
-        for key, alike in itertools.groupby(batch, is_order):
+        for key, alike in itertools.groupby(batch, key_of_order):
             if key is None:
                 sent += alike
                 continue
@@ -161,14 +161,14 @@ class _Worker:
         order = self.orders.get(message.ticket)
         if order is None:  # withdrawn meanwhile
             return
-        made: messages.Made = messages.decode(message.made)
-        if made.metadata is not None:
+        result: messages.GroupResult = messages.decode(message.result)
+        if result.metadata is not None:
             metadata = order.drawn.prompt.metadata
             metadata.clear()
-            metadata.update(made.metadata)
-        produced = messages.unpack(made.packed, order.drawn.prompt)
+            metadata.update(result.metadata)
+        produced = messages.unpack(result.packed, order.drawn.prompt)
         try:
-            if made.is_reported and order.spec.scored is not None:
+            if result.is_reported and order.spec.scored is not None:
                 order.spec.scored(produced.group)
         except Exception as error:
             self._settle(message.ticket, error)
@@ -314,13 +314,13 @@ class WorkerPool:
         """Do the same as ``produce_group``, in a worker. Of ``tools``, the workers have their own."""
         if self._orders.failure is not None:
             raise self._orders.failure
-        kind = messages.GeneratorParts(
+        parts = messages.GeneratorParts(
             filters=spec.group_filter is not None,
             shows=spec.scored is not None,
             taught=tools.teacher is not None,
             interruptible=tools.interrupts,
         )
-        order = _Order(next(self._tickets), drawn, spec, kind, asyncio.get_running_loop().create_future())
+        order = _Order(next(self._tickets), drawn, spec, parts, asyncio.get_running_loop().create_future())
         self._orders.place([order])
         try:
             return await order.result
@@ -347,27 +347,27 @@ class WorkerPool:
                 worker.lost = True
                 self._keep(self._after_loss(number, worker, error))
 
-    async def _after_loss(self, number: int, worker: _Worker, lost: Exception) -> None:
+    async def _after_loss(self, number: int, worker: _Worker, cause: Exception) -> None:
         del self._workers[number]
         worker.process.kill()
         for task in worker.tasks:
             task.cancel()
         orders = worker.end()
-        if not isinstance(lost, WorkerLost):  # it cannot be talked to any more: nobody may wait for it
-            self._orders.fail(lost, orders)
+        if not isinstance(cause, WorkerLost):  # it cannot be talked to any more: nobody may wait for it
+            self._orders.fail(cause, orders)
             return
         if not self._replaces:
-            self._orders.fail(RuntimeError(f"{worker.name} {lost}; {INSTEAD}"), orders)
+            self._orders.fail(RuntimeError(f"{worker.name} {cause}; {INSTEAD}"), orders)
             return
         for order in orders:
             order.losses += 1
             if order.losses == GROUP_TRIES:
                 prompt = order.drawn.prompt.source or f"group {order.drawn.group_index}"
                 self._orders.fail(
-                    RuntimeError(f"{worker.name} {lost}, the {GROUP_TRIES}th one with {prompt} in it"), orders
+                    RuntimeError(f"{worker.name} {cause}, the {GROUP_TRIES}th one with {prompt} in it"), orders
                 )
                 return
-        log.warning("%s %s; it is replaced, and its %d groups are generated again", worker.name, lost, len(orders))
+        log.warning("%s %s; it is replaced, and its %d groups are generated again", worker.name, cause, len(orders))
         self._orders.place(orders)
         try:
             await self._start(number)

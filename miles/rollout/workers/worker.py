@@ -113,11 +113,14 @@ class GenerationWorker:
         self._teacher = connect_teacher(settings, plan.share)
         self._sender = plan.sender_config.open(plan.share(plan.sender_config.requests), self._check_servers)
         engine: Any = OnlyGenerates(self._sender)
-        folder, tokenizer = str(settings.model.hf_checkpoint), plan.tokenizer
         self._interruptible = InterruptibleEngine(engine)
+        if plan.tokenizer is None:
+            tokenizer = load_tokenizer(str(settings.model.hf_checkpoint))
+        else:
+            tokenizer = pickle.loads(plan.tokenizer)
         self._tools = GroupTools(
             engine,
-            load_tokenizer(folder) if tokenizer is None else pickle.loads(tokenizer),
+            tokenizer,
             self._agents or get_group_generator(rollout),
             get_reward_function(reward, memory_limit(reward.reward_memory) // workers, plan.share),
             reward.reward_error_value,
@@ -201,25 +204,27 @@ class GenerationWorker:
 
     async def _produce(self, ticket: int, drawn: PromptGroup, order: messages.Produce) -> None:
         scored: list[PromptGroup] = []
-        kind = order.kind
+        parts = order.parts
         spec = replace(
             order.spec,
-            group_filter=self._filter if kind.filters else None,
-            scored=scored.append if kind.shows else None,
+            group_filter=self._filter if parts.filters else None,
+            scored=scored.append if parts.shows else None,
         )
         tools = replace(
             self._tools,
-            engine=self._interruptible if kind.interruptible else self._tools.engine,
-            teacher=self._teacher if kind.taught else None,
+            engine=self._interruptible if parts.interruptible else self._tools.engine,
+            teacher=self._teacher if parts.taught else None,
         )
-        metadata, what = drawn.prompt.metadata, f"group {drawn.group_index} ({drawn.prompt.source})"
+        metadata = drawn.prompt.metadata
+        what = f"group {drawn.group_index} ({drawn.prompt.source})"
         try:
             before = messages.encode(metadata, what)
             produced = await produce_group(drawn, tools, spec)
             with span("pack a group"):
                 changed = messages.encode(metadata, what) != before
-                made = messages.Made(messages.pack(produced, drawn.prompt), bool(scored), metadata if changed else None)
-                message: Any = messages.Produced(ticket, messages.encode(made, what))
+                packed = messages.pack(produced, drawn.prompt)
+                result = messages.GroupResult(packed, bool(scored), metadata if changed else None)
+                message: Any = messages.Produced(ticket, messages.encode(result, what))
         except Exception as error:  # whatever user code raises
             message = messages.Failed(ticket, messages.encode_error(error, self._name))
         finally:

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class OneProcessRollout:
-    """The rollout worker in this process. It generates ahead, in its thread, as far as the flags say."""
+    """The rollout worker in this process. It generates ahead, in its thread, as far as the flags allow."""
 
     def __init__(self, settings: Settings) -> None:
         self.weight_metrics: dict[str, Metric] = {}
@@ -126,8 +126,9 @@ class OneProcessTrainer:
 
     def train(self, shards_by_token_rank: list[Any], iteration: int) -> TrainedIteration:
         """Take one optimizer step for each shard."""
-        due = self._settings.trains_policy(iteration), self._settings.refreshes_reference(iteration)
-        return self._rank.train(shards_by_token_rank[0], *due, iteration)
+        trains_policy = self._settings.trains_policy(iteration)
+        refreshes = self._settings.refreshes_reference(iteration)
+        return self._rank.train(shards_by_token_rank[0], trains_policy, refreshes, iteration)
 
     def export_weights(self) -> list[WeightChunk]:
         """Return copies of the weights: an engine that generates ahead loads them when the trainer has continued."""

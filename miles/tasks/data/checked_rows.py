@@ -113,7 +113,8 @@ def check_rows(source: str, rows: Rows, make: Make[P], is_long: Callable[[P], bo
     if not len(rows):
         raise FlagError(f"prompt source {source}: it is empty; give one with at least one row")
     check = _Check(rows, make, is_long)
-    verdict, progress = check(0), _Progress(source, len(rows))
+    verdict = check(0)
+    progress = _Progress(source, len(rows))
     try:
         with _workers(check, len(rows)) as parts:
             for part in parts:
@@ -133,7 +134,7 @@ def check_rows(source: str, rows: Rows, make: Make[P], is_long: Callable[[P], bo
 
 def _each_once(faults: Iterable[str]) -> Iterator[str]:
     """Yield each fault once, with the other rows that have it: a misspelt column is missing in all."""
-    rows = dict[str, list[str]]()
+    rows: dict[str, list[str]] = {}
     for fault in faults:
         row, _, words = fault.partition(": ")
         rows.setdefault(words, []).append(row)
@@ -157,16 +158,17 @@ class _Check(Generic[P]):
             if self.ended[0]:
                 break
             read = list(self.rows.read(first, min(first + _BATCH, stop)))
-            made = iter(self.make([row for row in read if isinstance(row, Row)], verdict.notes, is_exact=not start))
+            prompts = iter(self.make([row for row in read if isinstance(row, Row)], verdict.notes, is_exact=not start))
             for number, row in enumerate(read, start=first):
-                prompt = row if isinstance(row, InputError) else next(made)
+                prompt = row if isinstance(row, InputError) else next(prompts)
                 if isinstance(row, Row):
                     verdict.files |= row.files
                 if isinstance(prompt, InputError):
                     verdict.faults.append(str(prompt))
                     continue
                 if tokens := len(prompt.token_ids):
-                    verdict.shortest, verdict.longest = min(verdict.shortest, tokens), max(verdict.longest, tokens)
+                    verdict.shortest = min(verdict.shortest, tokens)
+                    verdict.longest = max(verdict.longest, tokens)
                 if not self.is_long(prompt):
                     verdict.usable.append(number)
                 elif not verdict.first_long:
@@ -221,15 +223,18 @@ class _Progress:
     """Shows on stderr how far a check is that takes longer than a second; in a file, a line every ten seconds."""
 
     def __init__(self, source: str, rows: int) -> None:
-        self._source, self._rows, self._last, self._has_printed = source, rows, time.monotonic(), False
+        self._source, self._rows = source, rows
+        self._last = time.monotonic()
+        self._has_printed = False
         self._live = sys.stderr.isatty()
 
     def show(self, done: int) -> None:
         """Show that ``done`` rows are checked, unless that was shown just now."""
         if time.monotonic() - self._last > (_PROGRESS_SECONDS if self._live else 10 * _PROGRESS_SECONDS):
-            self._last, self._has_printed = time.monotonic(), True
+            self._last = time.monotonic()
+            self._has_printed = True
             text = f"checking {self._source}: {done:,} of {self._rows:,} rows"
-            print(f"\r{text}" if self._live else text, end="" if self._live else "\n", file=sys.stderr, flush=True)
+            print(f"\r{text}" if self._live else f"{text}\n", end="", file=sys.stderr, flush=True)
 
     def end(self) -> None:
         """End the line, if there is one."""
@@ -339,8 +344,10 @@ class PromptSet(Sequence[P]):
             unrendered: Returns the content of a row, whatever template and tokenizer read it.
             limit: The limit that decides which rows are usable, in words.
         """
-        self._rows, self._numbers, self._make, self._unrendered = rows, verdict.usable, make, unrendered
-        self.verdict, self.dropped, self.limit = verdict, verdict.dropped, limit
+        self._rows, self._numbers = rows, verdict.usable
+        self._make, self._unrendered = make, unrendered
+        self.verdict, self.dropped = verdict, verdict.dropped
+        self.limit = limit
 
     def __len__(self) -> int:
         """Return the number of prompts."""

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 Render = Callable[[Sequence[dict[str, Any]], bool], str]  # of messages, and whether the assistant's turn is opened
 _MARK = "contentofthismessage"  # replaces a content, to see the template's text after it
+_LIMITS = "--rollout-max-context-len, --rollout-max-response-len or --rollout-max-prompt-len"
+_NO_END = "the chat template writes no token that ends the turn of a trained message, so none is trained on"
+_LEFT_OUT = "the chat template leaves out a part of a trained message, so that this part is not trained on"
+_NO_OBJECT = "the metadata, column --metadata-key, is no object, and is left out"
 
 
 @dataclass(frozen=True)
@@ -72,15 +76,16 @@ def load_conversations(
         FlagError: For malformed rows, a template that changes the messages it renders, and a set without a row to
             train on.
     """
-    reader, rows = _Reader(data, tokenizer), open_rows(source)
+    reader = _Reader(data, tokenizer)
+    rows = open_rows(source)
     limits = tuple(
         math.inf if limit is None else limit
         for limit in (max_context_len, max_response_len, data.rollout_max_prompt_len)
     )
 
-    def is_long(one: Conversation) -> bool:
-        lengths = len(one.token_ids) + len(one.response_ids), len(one.response_ids), len(one.token_ids)
-        return any(length > limit for length, limit in zip(lengths, limits, strict=True))
+    def is_long(conversation: Conversation) -> bool:
+        prompt, response = len(conversation.token_ids), len(conversation.response_ids)
+        return any(length > limit for length, limit in zip((prompt + response, response, prompt), limits, strict=True))
 
     key = verdict_key(source, rows, name_of(tokenizer), "conversations", of_rows(data), limits)
     verdict = check_rows(source, rows, reader.conversations, is_long, key)
@@ -135,12 +140,6 @@ class _Reader:
         return [caught(partial(_read, row, renderer, self._data, tokenizer, notes)) for row in rows]
 
 
-_LIMITS = "--rollout-max-context-len, --rollout-max-response-len or --rollout-max-prompt-len"
-_NO_END = "the chat template writes no token that ends the turn of a trained message, so none is trained on"
-_LEFT_OUT = "the chat template leaves out a part of a trained message, so that this part is not trained on"
-_NO_OBJECT = "the metadata, column --metadata-key, is no object, and is left out"
-
-
 def _joined(message: Any, data: DataArguments) -> Any:
     """Return a message that is trained on with one text instead of parts, if all of these are texts."""
     content = message.get("content") if isinstance(message, dict) else None
@@ -167,7 +166,8 @@ def _read(
             rendered[key] = renderer.render_conversation(row, part, opens_turn)
         return rendered[key]
 
-    spans, has_ends, is_whole = list[tuple[int, int]](), True, True
+    spans: list[tuple[int, int]] = []
+    has_ends = is_whole = True
     for number, message in enumerate(messages):
         if message["role"] in data.sft_roles:
             if isinstance(message.get("content"), list):
@@ -221,7 +221,8 @@ def _span(
     may write a turn in another way if it is not the last one (without the reasoning, or with another end), or open it
     in another way than it writes it. Then a mark is rendered instead of the content, and its place is the content's.
     """
-    message, text = messages[number], render(messages, False)
+    message = messages[number]
+    text = render(messages, False)
     opened = render(messages[:number], message["role"] == "assistant") if number else ""
     through = render(messages[: number + 1], False)
     if text.startswith(through) and through.startswith(opened):

@@ -27,6 +27,8 @@ from miles.types.sample import IMAGE_PLACEHOLDER
 
 _LARGEST_DOWNLOAD = 64 << 20  # bytes of an image behind a URL
 _SECONDS = 30.0
+_LONGEST_PATH = 4096  # characters
+_SHORTEST_BASE64 = 64  # characters: shorter text is a path
 _FORMS = "give a path, a data: URI, base64, bytes or an object with bytes or path"
 _KEYS = ("image", "url", "path", "base64", "bytes", "image_url")  # of a content part, that hold the image
 _NO_MORE = object()
@@ -154,8 +156,8 @@ class ImageReader:
 
     def _content(self, row: Row, value: Any) -> bytes:
         if isinstance(value, dict):
-            content, path = value.get("bytes"), value.get("path")
-            value = path if content is None else content
+            content = value.get("bytes")
+            value = value.get("path") if content is None else content
         if isinstance(value, bytes | bytearray):
             return bytes(value)
         if not isinstance(value, str) or not value:
@@ -246,9 +248,6 @@ class ImageReader:
             self._model,
             row.where,
         )
-
-
-_LONGEST_PATH, _SHORTEST_BASE64 = 4096, 64
 
 
 def _folder(row: Row) -> Path:

@@ -106,7 +106,10 @@ class _Reader:
         columns: _Columns,
         prompt_set: str = "",
     ) -> None:
-        self._data, self._source, self._columns, self._prompt_set = data, tokenizer, columns, prompt_set
+        self._data = data
+        self._source = tokenizer
+        self._columns = columns
+        self._prompt_set = prompt_set
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase:
@@ -129,27 +132,27 @@ class _Reader:
         Unless it ``is_exact``, a text that certainly has no more than ``limit`` tokens is given none.
         """
         uses_template = self._source is not None and self._renderer.uses_template  # no row is at fault
-        made: list[RenderedPrompt | InputError] = [caught(partial(self._render, row, notes)) for row in rows]
-        unread = {
-            place: one.text
-            for place, one in enumerate(made)
-            if isinstance(one, RenderedPrompt)
-            and one.token_ids is None
+        rendered: list[RenderedPrompt | InputError] = [caught(partial(self._render, row, notes)) for row in rows]
+        texts = {
+            place: each.text
+            for place, each in enumerate(rendered)
+            if isinstance(each, RenderedPrompt)
+            and each.token_ids is None
             and self._source is not None
-            and (is_exact or self._most_tokens(one.text) > limit)
+            and (is_exact or self._most_tokens(each.text) > limit)
         }
         ids: dict[int, Sequence[int]] = {}
-        if unread:
-            read = self._tokenizer(list(unread.values()), add_special_tokens=not uses_template)
-            ids = dict(zip(unread, read["input_ids"], strict=True))
-        return [
-            one
-            if isinstance(one, InputError)
-            else caught(
-                partial(_prompt, row, one, ids.get(place, one.token_ids), self._columns, notes, self._prompt_set)
-            )
-            for place, (row, one) in enumerate(zip(rows, made, strict=True))
-        ]
+        if texts:
+            read = self._tokenizer(list(texts.values()), add_special_tokens=not uses_template)
+            ids = dict(zip(texts, read["input_ids"], strict=True))
+        prompts: list[Prompt | InputError] = []
+        for place, (row, each) in enumerate(zip(rows, rendered, strict=True)):
+            if isinstance(each, InputError):
+                prompts.append(each)
+                continue
+            token_ids = ids.get(place, each.token_ids)
+            prompts.append(caught(partial(_prompt, row, each, token_ids, self._columns, notes, self._prompt_set)))
+        return prompts
 
     def _render(self, row: Row, notes: Notes) -> RenderedPrompt:
         value = row.column(self._columns.input, "--input-key")
@@ -164,7 +167,8 @@ class _Reader:
 
     def unrendered(self, row: Row) -> Prompt:
         """Return the content of a prompt in its file, without its tokens."""
-        value, label = row.find(self._columns.input), _label(row, self._columns, Notes())
+        value = row.find(self._columns.input)
+        label = _label(row, self._columns, Notes())
         metadata = _metadata(row, self._columns.metadata)
         return Prompt(value if isinstance(value, str) else "", (), label, metadata, row.where, self._prompt_set, value)
 
@@ -194,7 +198,8 @@ class RowReader:
         Raises:
             InputError: The row is malformed, or longer than a limit: its source chooses the rows.
         """
-        row, notes = Row(f"row {number} of --data-source-path", columns), Notes()
+        row = Row(f"row {number} of --data-source-path", columns)
+        notes = Notes()
         prompt = self._reader.prompt(row, notes)
         for limit in self._limits:
             if limit is not None and len(prompt.token_ids) > limit:
@@ -226,10 +231,17 @@ def _prompt(
 ) -> Prompt:
     if ids is not None and not ids:
         row.refuse(f"the tokenizer makes no token of the prompt {rendered.text!r}; correct or remove the row")
-    label, metadata = _label(row, columns, notes), _metadata(row, columns.metadata)
-    value, tools = row.find(columns.input), rendered.tools
-    images = rendered.images
-    prompt = Prompt(rendered.text, tuple(ids or ()), label, metadata, row.where, prompt_set, value, tools, images)
+    prompt = Prompt(
+        rendered.text,
+        tuple(ids or ()),
+        label=_label(row, columns, notes),
+        metadata=_metadata(row, columns.metadata),
+        source=row.where,
+        prompt_set=prompt_set,
+        input=row.find(columns.input),
+        tools=rendered.tools,
+        images=rendered.images,
+    )
     try:
         columns.check(prompt)
     except ValueError as error:

@@ -191,11 +191,11 @@ def explain_prompts(data: DataArguments) -> list[str]:
     if data.prompt_mix is not None:
         names = list(data.mixed_sources)
         weights = data.prompt_mix_weights
-        shares = (
-            names if weights is None else [f"{n} {w / sum(weights):.3g}" for n, w in zip(names, weights, strict=True)]
-        )
-        by = "by their numbers of prompts" if weights is None else "of the draws"
-        lines.append(f"prompts    {', '.join(shares)} {by}")
+        if weights is None:
+            lines.append(f"prompts    {', '.join(names)} by their numbers of prompts")
+        else:
+            shares = [f"{name} {weight / sum(weights):.3g}" for name, weight in zip(names, weights, strict=True)]
+            lines.append(f"prompts    {', '.join(shares)} of the draws")
     if data.curriculum_path is not None:
         lines.append(f"prompts    weights or prompts are chosen before each iteration by {data.curriculum_path}")
     return lines

@@ -72,8 +72,12 @@ class _JsonLines(Rows):
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._starts, self._lengths, self._lines, self._sums = array("Q"), array("I"), array("I"), array("L")
-        digest, start, number = hashlib.blake2b(digest_size=16), 0, 0
+        self._starts = array("Q")
+        self._lengths = array("I")
+        self._lines = array("I")
+        self._sums = array("L")
+        digest = hashlib.blake2b(digest_size=16)
+        start = number = 0
         try:
             self._file = path.open("rb")
             for number, line in enumerate(self._file, start=1):
@@ -97,7 +101,8 @@ class _JsonLines(Rows):
         first, end = self._starts[start], self._starts[stop - 1] + self._lengths[stop - 1]
         block = os.pread(self._file.fileno(), end - first, first)
         for number in range(start, stop):
-            where, at = f"{self._path}:{self._lines[number]}", self._starts[number] - first
+            where = f"{self._path}:{self._lines[number]}"
+            at = self._starts[number] - first
             line = block[at : at + self._lengths[number]]
             if zlib.crc32(line) != self._sums[number]:
                 yield InputError(
@@ -132,8 +137,9 @@ class _Parquet(Rows):
 
         # pyarrow raises its own errors, OSError for a broken page, and ValueError for text that is not UTF-8.
         faults = (pa.ArrowException, OSError, ValueError, OverflowError)
-        self._path, self._broken = path, ""
-        self._ends = list[int]()  # of each batch, in rows
+        self._path = path
+        self._broken = ""  # why no further rows can be read
+        self._ends: list[int] = []  # of each batch, in rows
         try:
             parquet = pq.ParquetFile(path, pre_buffer=False)
         except faults as error:
@@ -165,15 +171,14 @@ class _Parquet(Rows):
         return (self._ends[-1] if self._ends else 0) + bool(self._broken)
 
     def read(self, start: int, stop: int) -> Iterator[Row | InputError]:
-        for number, batch in enumerate(self._ends[bisect_right(self._ends, start) :], bisect_right(self._ends, start)):
-            first = self._ends[number - 1] if number else 0
-            if first >= stop:
+        for number in range(bisect_right(self._ends, start), len(self._ends)):
+            begin = self._ends[number - 1] if number else 0
+            if begin >= stop:
                 break
+            first, end = max(start, begin), min(stop, self._ends[number])
             with self._reading:
-                rows = self._batches.get_batch(number).slice(
-                    max(0, start - first), min(stop, batch) - max(start, first)
-                )
-            for place, columns in enumerate(rows.to_pylist(), max(start, first) + 1):
+                rows = self._batches.get_batch(number).slice(first - begin, end - first)
+            for place, columns in enumerate(rows.to_pylist(), first + 1):
                 yield self._row(columns, f"{self._path}:{place}")
         if self._broken and stop == len(self):
             yield InputError(
@@ -193,7 +198,8 @@ class _HuggingFace(Rows):
 
     def __init__(self, source: str) -> None:
         name, _, split = source.removeprefix(HUGGING_FACE).partition(":")
-        self._source, self._set = source, load_hugging_face(source, name, split or "train")
+        self._source = source
+        self._set = load_hugging_face(source, name, split or "train")
         _leave_encoded(self._set.info.features)
         self._types = {field.name: field.type for field in self._set.features.arrow_schema}
         files = [os.stat(file["filename"]) for file in self._set.cache_files]
@@ -299,5 +305,5 @@ def load_hugging_face(source: str, name: str, split: str, config: str | None = N
 
 
 def _is_saved(folder: str) -> bool:
-    """``folder`` was written by ``save_to_disk``, of a set or of a dictionary of splits."""
+    """Return whether ``save_to_disk`` of a set, or of a dictionary of splits, wrote ``folder``."""
     return any(os.path.isfile(os.path.join(folder, marker)) for marker in ("dataset_dict.json", "state.json"))

@@ -215,7 +215,8 @@ class PromptStream(TrainingStream):
 
         It covers the content of the file, so that another chat template or tokenizer does not change it.
         """
-        digest, step = hashlib.blake2b(digest_size=8), -(-len(self._prompts) // FINGERPRINTED)
+        digest = hashlib.blake2b(digest_size=8)
+        step = -(-len(self._prompts) // FINGERPRINTED)
         rows = self._prompts.unrendered(step) if isinstance(self._prompts, PromptSet) else self._prompts[::step]
         for prompt in rows:
             row = [prompt.text if prompt.input is None else prompt.input, prompt.label]
@@ -303,7 +304,7 @@ class Mixture(TrainingStream):
         assert len(sets) == len(weights) > 0
         self.sets = tuple(sets)
         self._order = {"shuffle": shuffle, "seed": seed}
-        self._streams = [PromptStream(one.prompts, shuffle, seed) for one in sets]
+        self._streams = [PromptStream(each.prompts, shuffle, seed) for each in sets]
         self._initial_weights = list(weights)
         self._weights = list(weights)
         self._credits = [0.0] * len(sets)
@@ -321,12 +322,12 @@ class Mixture(TrainingStream):
     @property
     def weights(self) -> dict[str, float]:
         """The weight of each set, by its name."""
-        return dict(zip((one.name for one in self.sets), self._weights, strict=True))
+        return dict(zip((each.name for each in self.sets), self._weights, strict=True))
 
     @property
     def num_prompts(self) -> int:
         """The prompts of all sets together."""
-        return sum(len(one.prompts) for one in self.sets)
+        return sum(len(each.prompts) for each in self.sets)
 
     def place_of(self, group_index: int) -> tuple[str, int] | None:
         """Return the set of a group that was drawn, and the position of its prompt in it; None for another group."""
@@ -337,11 +338,11 @@ class Mixture(TrainingStream):
 
     def weigh(self, weights: Mapping[str, float]) -> None:
         """Draw by other weights from now on. ``weights`` has a value for every set."""
-        self._weights = [weights[one.name] for one in self.sets]
+        self._weights = [weights[each.name] for each in self.sets]
 
     def draw_next(self, prompts: Iterable[tuple[str, int]]) -> None:
         """Draw these prompts next, before others: the name of a set, and a position in it. The rest is forgotten."""
-        numbers = {one.name: number for number, one in enumerate(self.sets)}
+        numbers = {each.name: number for number, each in enumerate(self.sets)}
         self._named = [(numbers[name], position) for name, position in prompts]
 
     def leave_out(self, group_index: int) -> None:
@@ -397,7 +398,7 @@ class Mixture(TrainingStream):
         """Return the position, in plain values that JSON can hold; see ``PromptStream.state``."""
         waiting = sorted({*self._again, *unfinished})
         return {
-            "sets": {one.name: stream.state() for one, stream in zip(self.sets, self._streams, strict=True)},
+            "sets": {each.name: stream.state() for each, stream in zip(self.sets, self._streams, strict=True)},
             "weights": list(self._weights),
             "given_weights": list(self._initial_weights),
             "credits": list(self._credits),
@@ -407,14 +408,12 @@ class Mixture(TrainingStream):
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``.
-
-        Weights are as given now.
+        """Continue from ``state``, with the weights of this run.
 
         Raises:
             ValueError: It is the state of other sets, of a single one, or of another order.
         """
-        names = [one.name for one in self.sets]
+        names = [each.name for each in self.sets]
         saved = list(state.get("sets", ()))
         if saved != names:
             before = f"in the sets {', '.join(saved)}" if saved else f"of a run without {_OF_MIXTURES}"
@@ -515,10 +514,22 @@ class CurriculumStream(Mixture):
         known: Statistics of the prompts that were generated from.
     """
 
-    def __init__(self, *mixed: Any, function: CurriculumFunction, path: str, num_iterations: int) -> None:
-        """Start as the mixture that is made of ``mixed``."""
-        super().__init__(*mixed)
-        self.function, self.path, self.num_iterations = function, path, num_iterations
+    def __init__(
+        self,
+        sets: Sequence[NamedSet],
+        weights: Sequence[float],
+        shuffle: bool,
+        seed: int,
+        *,
+        function: CurriculumFunction,
+        path: str,
+        num_iterations: int,
+    ) -> None:
+        """Start as the mixture of ``sets``."""
+        super().__init__(sets, weights, shuffle, seed)
+        self.function = function
+        self.path = path
+        self.num_iterations = num_iterations
         self.known: dict[Place, PromptStatistics] = {}
 
     def start(self, iteration: int) -> None:
@@ -528,7 +539,7 @@ class CurriculumStream(Mixture):
             InputError: It returns something else than weights, prompts or None.
         """
         self.draw_next(())  # forgets prompts that were named before and not drawn
-        sets = {one.name: one.prompts for one in self.sets}
+        sets = {each.name: each.prompts for each in self.sets}
         reply = self.function(Curriculum(iteration, self.num_iterations, self.weights, sets, dict(self.known)))
         if reply is None:
             return
@@ -540,7 +551,7 @@ class CurriculumStream(Mixture):
             self._refuse(f"returned {reply!r:.80}", "return weights by set, a list of (set, position), or None")
 
     def _read_weights(self, reply: Mapping[str, float]) -> dict[str, float]:
-        names = [one.name for one in self.sets]
+        names = [each.name for each in self.sets]
         if sorted(map(str, reply)) != sorted(names):
             self._refuse(f"returned weights of {', '.join(map(str, reply))}", f"return one of each: {', '.join(names)}")
         weights = {name: float(reply[name]) for name in names}
@@ -550,7 +561,7 @@ class CurriculumStream(Mixture):
         return weights
 
     def _read_place(self, place: Any) -> Place:
-        sizes = {one.name: len(one.prompts) for one in self.sets}
+        sizes = {each.name: len(each.prompts) for each in self.sets}
         match place:
             case (str(name), int(position)) if 0 <= position < sizes.get(name, 0):
                 return name, position
@@ -567,8 +578,9 @@ class CurriculumStream(Mixture):
             if place is None or not group.samples:  # one of the user's own, or without rewards
                 continue
             before = self.known[place].groups if place in self.known else 0
+            rewards = group.trajectory_rewards
             lengths = [len(sample.response_ids) for sample in group.samples]
-            reward, length = (sum(column) / len(column) for column in (group.trajectory_rewards, lengths))
+            reward, length = sum(rewards) / len(rewards), sum(lengths) / len(lengths)
             self.known[place] = PromptStatistics(before + 1, reward, length, iteration)
 
     def state(self, unfinished: Iterable[int] = ()) -> dict[str, Any]:

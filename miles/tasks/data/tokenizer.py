@@ -61,7 +61,7 @@ class SpecialTokens:
     def shared(self, one: str, other: str) -> int:
         """Return how many characters the tokens have with which two texts begin alike.
 
-        Tokenized is what lies between the special tokens around the first difference.
+        Only the text between the special tokens around the first difference is tokenized.
         """
         alike = len(commonprefix([one, other]))
         start = max((match.start() for match in self._pattern.finditer(one, 0, alike)), default=0)
@@ -70,7 +70,7 @@ class SpecialTokens:
             matches = self._pattern.finditer(text, start)
             end = next((match.end() for match in matches if match.start() >= alike), len(text))
             encoded.append(self._tokenizer(text[start:end], add_special_tokens=False, return_offsets_mapping=True))
-        pairs = zip(*(one["input_ids"] for one in encoded), encoded[0]["offset_mapping"], strict=False)
+        pairs = zip(*(each["input_ids"] for each in encoded), encoded[0]["offset_mapping"], strict=False)
         spans = [span for _, _, span in takewhile(lambda pair: pair[0] == pair[1], pairs)]
         return start + int(spans[-1][1]) if spans else start
 
@@ -115,7 +115,8 @@ class SpecialTokens:
     def _marks_the_start(self) -> bool:
         """Whether text at the very start has other tokens than after a special token (Metaspace of scheme "first")."""
         name, id_ = next(iter(self._ids.items()))
-        behind, alone = (self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in (name + "x", "x"))
+        behind: Any = self._tokenizer(name + "x", add_special_tokens=False)["input_ids"]
+        alone: Any = self._tokenizer("x", add_special_tokens=False)["input_ids"]
         return bool(self._tokenizer.is_fast) and behind != [id_, *alone]
 
     def _text_ids(self, row: Row, text: str, is_behind: bool) -> list[int]:
@@ -154,8 +155,9 @@ def reveal(text: str, hidden: dict[str, str]) -> str:
 def _texts(value: Any) -> list[str]:
     if isinstance(value, str):
         return [value]
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return [text for part in parts for text in _texts(part)]
+    if isinstance(value, dict):
+        return _texts(list(value.values()))
+    return [text for part in value for text in _texts(part)] if isinstance(value, list) else []
 
 
 Tools: TypeAlias = list[dict[str, Any]] | None  # of a row, in the form of OpenAI's API
@@ -190,7 +192,8 @@ def most_tokens(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], float]:
     from tokenizers import models
 
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    steps, change = str(getattr(backend, "pre_tokenizer", "")), str(getattr(backend, "normalizer", ""))
+    steps = str(getattr(backend, "pre_tokenizer", ""))
+    change = str(getattr(backend, "normalizer", ""))
     if (
         backend is None
         or not isinstance(backend.model, models.BPE)
@@ -267,8 +270,8 @@ class PromptRenderer:
                 notes.add(_JSON_TEXT, row.where)
             value = self.with_images(row, [{"role": "user", "content": value}])
         if self.uses_template:
-            arguments, is_answer = turn_arguments(self._kwargs, value), value[-1]["role"] == "assistant"
-            if is_answer and arguments["add_generation_prompt"]:
+            is_answer = value[-1]["role"] == "assistant"
+            if is_answer and turn_arguments(self._kwargs, value)["add_generation_prompt"]:
                 notes.add(_ASSISTANT_LAST, row.where)
             elif not is_answer and self._kwargs.get(_CONTINUE):
                 notes.add(_NOT_CONTINUED, row.where)
@@ -276,9 +279,10 @@ class PromptRenderer:
         if tools and "tools" not in self._template:
             notes.add(_NO_TOOLS, row.where)
         if self._special.are_in([value, tools]):
-            notes.add(_ESCAPED if self.uses_template else _NOT_ESCAPED, row.where)
             if self.uses_template:
+                notes.add(_ESCAPED, row.where)
                 return self._escaped(row, value, tools)
+            notes.add(_NOT_ESCAPED, row.where)
         if not self.uses_template:
             return RenderedPrompt(value, tools=tools)
         text = self._apply(row, value, tools)

@@ -6,6 +6,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from itertools import count
 from typing import Any, ClassVar, Protocol
@@ -82,15 +83,13 @@ class Environment(ABC):
         reply of ``step`` to the last of ``max_turns`` answers.
         """
         messages = list(await self.reset())
-        try:
+        with suppress(ConversationTooLong):  # the trajectory ends there, truncated
             for turn in count(1):
                 answer = await model.answer(messages, self.tools, self.max_tokens)
                 reply = await self.step(answer)
                 if not reply or turn == self.max_turns:
                     break
                 messages += [answer, *reply]
-        except ConversationTooLong:
-            pass  # the trajectory ends here, truncated
         return await self.reward()
 
 

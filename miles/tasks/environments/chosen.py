@@ -29,7 +29,8 @@ def read_choice(text: str) -> tuple[EnvironmentKind, Mapping[str, Any]] | None:
             f"{FLAG} {text}: no such environment; {hint}the built-in ones are {', '.join(ENVIRONMENTS)}; for your own "
             "give module:class"
         )
-    kind, options = ENVIRONMENTS[name], read_options(settings, f"{FLAG} {text}")
+    kind = ENVIRONMENTS[name]
+    options = read_options(settings, f"{FLAG} {text}")
     for option in options:
         if option not in kind.options:
             known = ", ".join(kind.options) or "none"

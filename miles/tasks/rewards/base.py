@@ -70,7 +70,6 @@ class RewardFunction(Protocol):
 
     async def __call__(self, samples: Sequence[Sample]) -> list[float]:
         """Return one finite number per sample, in order; ``NotAReward`` for a sample that cannot be scored."""
-        ...
 
 
 class Reward(Choice[F]):

@@ -295,7 +295,7 @@ _AFTER_ALONE = re.compile(r"\s*\)?\s*(?:$|[\],;:&.]|\\\})")
 
 
 def _is_product(capitals: re.Match[str]) -> bool:
-    """Whether capital letters are factors of a formula: ``GM`` in ``GM/r``, but neither ``BCA`` alone nor ``5 KM``."""
+    """Return whether capitals are factors of a formula: ``GM`` in ``GM/r``, but neither ``BCA`` alone nor ``5 KM``."""
     text, start = capitals.string, capitals.start()
     before = ("x" if start > _NEAR else "") + text[max(0, start - _NEAR) : start]
     after = text[capitals.end() : capitals.end() + _NEAR]
@@ -313,7 +313,7 @@ def _wrapped(text: str, words: re.Match[str] | None) -> str:
 
 
 def _is_mathematics(words: str) -> bool:
-    """Whether letters are a product, not words or a sequence: ``xy``, but not ``BCA`` and not ``no``.
+    """Return whether letters are a product, not words or a sequence: ``xy``, but not ``BCA`` and not ``no``.
 
     Products have small letters, no ``o``, and no vowels if they are long: ``abc`` aside, such letters spell words.
     """
@@ -398,7 +398,8 @@ def contradict(one: str, other: str) -> bool:
     math-verify leaves these out. Two choices with values are the same if their values are.
     """
     letters = {choice_of(one)[0], choice_of(other)[0]} - {""}
-    stated = [({each.lower() for each in p.findall(one)}, {each.lower() for each in p.findall(other)}) for p in _STATED]
-    events = (_PROBABILITY.match(one), _PROBABILITY.match(other))
-    stated += [({events[0][1]}, {events[1][1]})] if events[0] and events[1] else []
+    stated = [tuple({word.lower() for word in pattern.findall(text)} for text in (one, other)) for pattern in _STATED]
+    event, other_event = _PROBABILITY.match(one), _PROBABILITY.match(other)
+    if event and other_event:
+        stated.append(({event[1]}, {other_event[1]}))
     return len(letters) == 2 or any(first and second and first != second for first, second in stated)

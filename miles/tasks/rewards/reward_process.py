@@ -307,7 +307,8 @@ class _Worker:
         rest = b""
         while chunk := os.read(self._process.stderr.fileno(), 1 << 16):
             if time.monotonic() - minute > 60:
-                minute, printed = time.monotonic(), 0
+                minute = time.monotonic()
+                printed = 0
             *lines, rest = (rest + chunk).split(b"\n")
             if len(rest) > 1 << 16:
                 lines, rest = [*lines, rest], b""

@@ -122,7 +122,8 @@ def run_tests(
         seconds = _START_SECONDS + (WALL_SECONDS + len(tests)) * limits.seconds
         with closing(_replies(json.dumps(request), seconds)) as replies:
             while len(outcomes) < len(tests):
-                reply, place = next(replies), len(outcomes)
+                reply = next(replies)
+                place = len(outcomes)
                 if "refused" in reply:
                     raise SandboxRefused(reply["refused"])
                 if "ended" in reply:

@@ -32,7 +32,8 @@ import psutil
 
 CHECK_SECONDS = 0.05  # between two looks at processes and memory
 FOLDER = "/sandbox"  # the program's own, in the new root
-FOLDER_BYTES, FOLDER_FILES = 64 << 20, 4096  # at most a quarter of the memory
+FOLDER_BYTES = 64 << 20  # or a quarter of the memory, if that is less
+FOLDER_FILES = 4096
 SYSTEM_PATHS = (  # of the system, in the new root, with the interpreter's own files alongside
     *("/usr", "/bin", "/lib", "/lib32", "/lib64", "/nix/store", "/etc/alternatives", "/etc/ld.so.cache"),
     *("/etc/localtime", "/dev/null", "/dev/full", "/dev/random", "/dev/urandom"),
@@ -45,19 +46,23 @@ EPERM = 1
 
 _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
-_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = (
-    0x1,
-    0x2,
-    0x4,
-    0x8,
-    0x1000,
-    0x4000,
-    0x40000,
-)
+_MS_RDONLY = 0x1
+_MS_NOSUID = 0x2
+_MS_NODEV = 0x4
+_MS_NOEXEC = 0x8
+_MS_BIND = 0x1000
+_MS_REC = 0x4000
+_MS_PRIVATE = 0x40000
 _MNT_DETACH = 2
-_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 0x1
+_MOUNT_SETATTR = 442  # the number of the system call
+_AT_FDCWD = -100
+_AT_RECURSIVE = 0x8000
+_MOUNT_ATTR_RDONLY = 0x1
+_PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
 _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS, _PR_SET_DUMPABLE = 1, 36, 38, 4
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_NO_NEW_PRIVS = 38
 
 # System calls that a program does without: their numbers on x86_64 and aarch64. Through them it could have the kernel
 # keep memory that no process shows: files without a name, segments, queues, keys, watches, or pages in pipes.
@@ -213,7 +218,8 @@ def _first(request: dict[str, Any], reader: int, writer: int) -> None:
 def _watch(first: int, reader: int, request: dict[str, Any]) -> None:
     """Pass on the lines of process 1, until it ends or must be ended."""
     top = psutil.Process(first)
-    rest, number = b"", 0
+    rest = b""
+    number = 0
     while True:
         if select.select([reader], [], [], CHECK_SECONDS)[0]:
             chunk = os.read(reader, 1 << 20)
@@ -398,7 +404,8 @@ def _refuse_calls(isolated: bool) -> None:
 
 def _stack_limits(request: dict[str, Any]) -> tuple[int, int]:
     """Give the stack of each thread its share of the memory, for programs that call themselves."""
-    wanted, most = max(8 << 20, request["memory"] // request["processes"]), resource.getrlimit(resource.RLIMIT_STACK)[1]
+    wanted = max(8 << 20, request["memory"] // request["processes"])
+    _, most = resource.getrlimit(resource.RLIMIT_STACK)
     return (wanted if most == resource.RLIM_INFINITY else min(wanted, most)), most
 
 

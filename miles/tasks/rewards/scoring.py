@@ -52,8 +52,9 @@ async def score(
         raise failures[0]
     for failure in failures:
         _logger.warning("%s: %s", "dropped by --reward-error" if drop else f"reward {error_value}", failure)
+    reward_of_failed = None if drop else error_value
     for sample, outcome in zip(samples, outcomes, strict=True):
-        sample.reward = float(outcome) if isinstance(outcome, float) else None if drop else error_value
+        sample.reward = float(outcome) if isinstance(outcome, float) else reward_of_failed
         sample.reward_parts = dict(outcome.parts) if isinstance(outcome, RewardSum) else {}
     return len(failures)
 
@@ -119,23 +120,22 @@ def _per_sample(samples: Sequence[Sample], results: Any, name: str) -> list[floa
         raise TypeError(f"it returned {type(results).__name__} {results!r:.80}; return a list, one number per sample")
     if len(results) != len(samples):
         raise TypeError(f"it returned {len(results)} rewards for {len(samples)} samples; return one per sample")
-    rewards = [result if isinstance(result, NotAReward) else as_reward(result) for result in results]
-    return [
-        _failure([sample], reward, name)
-        if isinstance(reward, NotAReward)
-        else (result if isinstance(result, RewardSum) else reward)
-        for sample, result, reward in zip(samples, results, rewards, strict=True)
-    ]
+    outcomes: list[float | RewardError] = []
+    for sample, result in zip(samples, results, strict=True):
+        reward = result if isinstance(result, NotAReward) else as_reward(result)
+        if isinstance(reward, NotAReward):
+            outcomes.append(_failure([sample], reward, name))
+        else:
+            outcomes.append(result if isinstance(result, RewardSum) else reward)
+    return outcomes
 
 
 def _fault(error: Exception) -> str:
     if isinstance(error, UserCodeTimeout):
         return f"{error} (--reward-timeout)"
-    return (
-        str(error)
-        if isinstance(error, UserCodeError | RewardProcessDied)
-        else f"raised {type(error).__name__}: {error}"
-    )
+    if isinstance(error, UserCodeError | RewardProcessDied):
+        return str(error)
+    return f"raised {type(error).__name__}: {error}"
 
 
 def _stuck(samples: Sequence[Sample], error: RewardStuck, name: str) -> RewardError:

@@ -67,7 +67,7 @@ class Preparation:
 def subprocess_call(
     function: Callable[..., Any], *args: Any, seconds: float, preparation: Preparation | None = None
 ) -> Any:
-    """``function(*args)`` from a pool of at most ``MAX_CHILDREN`` child processes; blocks, and may run in any thread.
+    """Call ``function(*args)`` in one of at most ``MAX_CHILDREN`` child processes; blocks, and may run in any thread.
 
     ``function`` is a top-level function; it, ``args`` and the result must pickle. Raises the errors of ``function``,
     ``SubprocessCallTimeout`` after ``seconds`` of processor time or ``WALL_SECONDS`` times as many of wall time,

@@ -44,8 +44,9 @@ def boxed_answer(response: str) -> str | None:
 
 def last_box(text: str) -> str | None:
     r"""Return the content of the last ``\boxed{}`` or ``\fbox{}`` of a text; None without one, or if it is cut off."""
+    last = max((box.start() for box in _BOX_START.finditer(text)), default=len(text))
     depth, start = 0, -1
-    for brace in BRACE.finditer(text, max((box.start() for box in _BOX_START.finditer(text)), default=len(text))):
+    for brace in BRACE.finditer(text, last):
         if brace["box"]:
             depth, start = 1, brace.end()
         elif brace[0] in ("{", "}"):

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from miles.tasks.rewards.base import Reward, Rewards
 from miles.types.sample import Sample
 
-_THINK, _END_THINK, _ANSWER, _END_ANSWER = TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+_THINK, _END_THINK, _ANSWER, _END_ANSWER = TAGS
 
 
 class Format(Reward[None]):

@@ -278,10 +278,10 @@ def last_score(reply: str, best: float | None = None) -> float | None:
     scores = _SCORE.findall(in_ascii(after_reasoning(reply)))
     if not scores:
         return None
-    score, of = scores[-1]
-    if best is None or not of:
+    score, stated_best = scores[-1]
+    if best is None or not stated_best:
         return float(score)
-    return float(score) * (best / float(of)) if float(of) else None
+    return float(score) * (best / float(stated_best)) if float(stated_best) else None
 
 
 def _read_template(path: Path) -> str:

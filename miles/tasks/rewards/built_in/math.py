@@ -118,16 +118,18 @@ def readable_label(prompt: Prompt, rm_type: str) -> str:
 
 
 def is_equal(label: str, response: str) -> bool:
-    """Whether ``response`` gives the value of ``label``. May never return."""
-    gold, answer = _content_of_label(label), final_boxes(response)
+    """Return whether ``response`` gives the value of ``label``. May never return."""
+    gold = _content_of_label(label)
+    answer = final_boxes(response)
     try:
         if answer is not None:
             if contradict(gold, answer):
                 return False
             if _squeezed(gold) == _squeezed(answer):
                 return True
-            values = choice_of(gold)[1], choice_of(answer)[1]
-            gold, answer = values if all(values) else (gold, answer)
+            (_, gold_value), (_, answer_value) = choice_of(gold), choice_of(answer)
+            if gold_value and answer_value:
+                gold, answer = gold_value, answer_value
         golds = _of_response(label, None) if gold == label and _INLINE.search(label) else _of_content(gold)
         answers = _of_response(response, answer) if golds else []
         return any(_is_same(one, other) for one in golds for other in answers)
@@ -228,7 +230,7 @@ def _is_inequality(value: Any) -> bool:
 
 
 def _are_points(value: Any) -> bool:
-    """Whether ``value`` is a set of numbers, which math-verify takes for the range between two of them."""
+    """Return whether ``value`` is a set of numbers, which math-verify takes for the range between two of them."""
     from sympy import FiniteSet
     from sympy.core.relational import Relational
 
@@ -243,8 +245,8 @@ def _region(value: Any) -> Any:
     if isinstance(value, str):
         return value
     relations = value.args if isinstance(value, FiniteSet) else (value,)
-    if all(is_relation(one) and not is_equation(one) for one in relations) and len(value.free_symbols) == 1:
-        return Intersection(*(one.as_set() for one in relations))
+    if all(is_relation(each) and not is_equation(each) for each in relations) and len(value.free_symbols) == 1:
+        return Intersection(*(each.as_set() for each in relations))
     return value
 
 
@@ -252,7 +254,7 @@ _equal_matrices: Callable[..., bool]
 
 
 def equal_numbers(one: Any, other: Any, *precision: int) -> bool:
-    """Whether two values of sympy are equal: exact ones exactly, floats to six digits or a ten-millionth.
+    """Return whether two values of sympy are equal: exact ones exactly, floats to six digits or a ten-millionth.
 
     ``x`` percent is also ``x``, as math-verify has it. Values with variables are left to math-verify's simplification.
     """

@@ -223,13 +223,14 @@ def _runs_something(code: str) -> bool:
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # no program passes
         return True
     definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    parts = [[*ast.walk(statement)] for statement in statements if not isinstance(statement, definitions)]
-    return any(
-        isinstance(part, ast.Call | ast.Assert | ast.Raise)
-        for of_one in parts
-        if not any(isinstance(part, ast.Name) and part.id == "__name__" for part in of_one)
-        for part in of_one
-    )
+    for statement in statements:
+        if isinstance(statement, definitions):
+            continue
+        nodes = list(ast.walk(statement))
+        is_main = any(isinstance(node, ast.Name) and node.id == "__name__" for node in nodes)
+        if not is_main and any(isinstance(node, ast.Call | ast.Assert | ast.Raise) for node in nodes):
+            return True
+    return False
 
 
 def _refused(prompt: Prompt, fault: str) -> ValueError:
