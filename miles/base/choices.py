@@ -41,9 +41,10 @@ class Choice(ABC, Generic[F]):
     @cache  # noqa: B019 - choices and sections live as long as the process
     def flags_of(self, section: Any) -> F:
         """Return its own flags, with the values that they have in the run's section."""
-        own = self.own_flags
-        values = {} if own is None else {field.name: getattr(section, field.name) for field in fields(own)}
-        return cast(F, own and own(**values))
+        if self.own_flags is None:
+            return cast(F, None)
+        values = {field.name: getattr(section, field.name) for field in fields(self.own_flags)}
+        return cast(F, self.own_flags(**values))
 
 
 C = TypeVar("C", bound=Choice[Any])

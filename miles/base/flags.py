@@ -94,11 +94,8 @@ def flag(
 
 def flag_rules(field: dataclasses.Field[Any]) -> list[str]:
     """Return the values that a flag accepts and its needs in a few words, for ``--help`` and the docs."""
-    of = field.metadata
-    ranges = [f"at least {of['at_least']:g}"] if "at_least" in of else []
-    ranges += [f"above {of['above']:g}"] if "above" in of else []
-    ranges += [f"in {of['within']}"] if "within" in of else []
-    return ranges + ([f"needs {of['needs']}"] if "needs" in of else [])
+    words = {"at_least": "at least {:g}", "above": "above {:g}", "within": "in {}", "needs": "needs {}"}
+    return [text.format(field.metadata[name]) for name, text in words.items() if name in field.metadata]
 
 
 def flag_name(field: str) -> str:
@@ -197,7 +194,8 @@ class Errors:
         wrong: dict[str, Any] = {}
         for field in fields(section):  # type: ignore[arg-type]
             value = getattr(section, field.name)
-            accepted, before = flag_choices(field), len(self.messages)
+            accepted = flag_choices(field)
+            before = len(self.messages)
             if value is not None and accepted and value not in accepted:
                 self.refuse(field.name, value, "no such choice", f"give one of {', '.join(accepted)}")
             for word in value if isinstance(value, tuple) else (value,):
@@ -269,8 +267,7 @@ class Errors:
         try:
             value = strict_json.loads(text)
         except strict_json.StrictJsonError as error:
-            what_to_do = 'write an object in single quotes, \'{"key": "value"}\''
-            self.refuse(field, text, str(error), what_to_do)
+            self.refuse(field, text, str(error), 'write an object in single quotes, \'{"key": "value"}\'')
             return {}
         if not isinstance(value, dict):
             self.refuse(field, text, "must be a JSON object", 'write \'{"key": "value"}\' in single quotes')

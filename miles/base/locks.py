@@ -83,7 +83,9 @@ def locked_folders(folders: Iterable[tuple[str, Path]], export: str | None = Non
         ValueError: If another launcher that is alive writes to one of them.
     """
     by_path = {path.resolve(): (f"{flag} {path}", path / NAME) for flag, path in folders}
-    locks = [*by_path.values(), *([] if export is None else [(f"--save-hf {export}", _lock_of_export(export))])]
+    locks = list(by_path.values())
+    if export is not None:
+        locks.append((f"--save-hf {export}", _lock_of_export(export)))
     with ExitStack() as held:
         records = [(label, path, held.enter_context(_locked(label, path))) for label, path in locks]
         yield FolderLocks(tuple(records))

@@ -200,7 +200,7 @@ def _longest(events: list[Event], most: int) -> list[Event]:
     if len(events) <= most:
         return events
     spans = [event for event in events if event.category == SPAN]
-    others = sorted((e for e in events if e.category != SPAN), key=lambda event: -event.duration)
+    others = sorted((event for event in events if event.category != SPAN), key=lambda event: -event.duration)
     return [*spans, *others[: max(0, most - len(spans))]]
 
 
@@ -237,7 +237,8 @@ def idle_times(trace: ProcessTrace, shortest: int = 100_000) -> list[tuple[int, 
     """
     during = (event for event in trace.events if event.start < trace.end and event.end > trace.start)
     busy = sorted((max(event.start, trace.start), min(event.end, trace.end)) for event in during)
-    gaps, at = [], trace.start
+    gaps = []
+    at = trace.start
     for start, end in (*busy, (trace.end, trace.end)):
         if start - at >= shortest:
             gaps.append((at, start))
@@ -304,11 +305,14 @@ class Recorder:
         if self._recording is None:
             return None
         ended = time.time_ns()
-        recording, self._recording, _recording = self._recording, None, None
+        recording = self._recording
+        self._recording = _recording = None
         if recording.spans is not None:
-            made = [Event(name, SPAN, f"thread {t}", start, end - start) for name, t, start, end in recording.spans]
-            made.sort(key=lambda event: (event.thread, event.start, -event.duration))
-            return ProcessTrace(self._name, self._began, ended, made, recording.waits, recording.dropped, clock_name())
+            spans = recording.spans
+            events = [Event(name, SPAN, f"thread {thread}", start, end - start) for name, thread, start, end in spans]
+            events.sort(key=lambda event: (event.thread, event.start, -event.duration))
+            dropped = recording.dropped
+            return ProcessTrace(self._name, self._began, ended, events, recording.waits, dropped, clock_name())
         self._profiler.stop()
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
@@ -346,7 +350,9 @@ class LoopPhases:
 
     def begin(self) -> None:
         """Begin an iteration."""
-        self._began, self._current, self._events = self._clock(), None, []
+        self._began = self._clock()
+        self._current = None
+        self._events = []
 
     def phase(self, name: str | None) -> None:
         """Note the phase that begins, or continues after one within it; None if the last has ended."""

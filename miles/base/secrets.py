@@ -130,8 +130,8 @@ class _Replacer:
         for value in values:
             if isinstance(value, str) and value.startswith("--"):
                 match = re.match(r"(--[\w-]+)([= ]?)(.*)", value, re.DOTALL)
-                name, between, own = match.groups() if match else (value, "", "")
-                masked.append(f"{name}{between}{self.setting(name, own)}")
+                name, between, attached = match.groups() if match else (value, "", "")
+                masked.append(f"{name}{between}{self.setting(name, attached)}")
             elif isinstance(value, str) and (override := _OVERRIDE.fullmatch(value)) and _is_sensitive(override[2]):
                 masked.append(f"{override[1]}{self.setting(override[2], override[3])}")
             else:

@@ -131,18 +131,20 @@ class _Reader:
         root = Parser(Language(tree_sitter_bash.language())).parse(text.encode()).root_node
         if root.has_error and not is_sourced:
             self._script.fault_line = _fault_line(root)
-        commands, functions = self._script.commands, {*self._functions}
+        commands = self._script.commands
         before = len(commands)
+        functions_before = set(self._functions)
         self._run(root, True, 0)
         if is_sourced:  # its assignments count, and its commands do not
             del commands[before:]
-            self._called |= self._functions.keys() - functions
+            self._called |= self._functions.keys() - functions_before
         else:  # something else may call these functions; the last commands stay those that surely run
             self._forget(_ARGUMENTS)
-            own, commands[:] = commands[:], []
+            certain = commands[:]
+            commands.clear()
             for name in sorted(self._functions.keys() - self._called):
                 self._run(self._functions[name], False, 0)
-            commands += own
+            commands += certain
 
     def _run(self, node: Node, is_certain: bool, depth: int) -> None:
         """Note the assignments and commands of a statement. In a branch, or after ``&&``, they are not certain."""
@@ -176,8 +178,8 @@ class _Reader:
         else:
             if kind == "for_statement" and (name := node.child_by_field_name("variable")) is not None:
                 self._forget([_text(name)])
-            elif kind in ("compound_statement", "c_style_for_statement"):  # ((N *= 2))
-                self._forget(_ASSIGNED.findall(_text(node)) if "((" in [child.type for child in node.children] else [])
+            elif kind in ("compound_statement", "c_style_for_statement") and "((" in [c.type for c in node.children]:
+                self._forget(_ASSIGNED.findall(_text(node)))
             for child in node.named_children:
                 self._run(child, is_certain and kind not in _BRANCHES, depth + 1)
 
@@ -209,9 +211,11 @@ class _Reader:
         """Return whether a condition holds, or ``None`` if it looks at files, runs a command or is not known."""
         inner = node.named_children
         if node.type == "list" and len(inner) == 2:
-            one, other, is_and = self._holds(inner[0]), self._holds(inner[1]), node.children[1].type == "&&"
-            decides = [value for value in (one, other) if value is (not is_and)]
-            return not is_and if decides else None if None in (one, other) else is_and
+            both = self._holds(inner[0]), self._holds(inner[1])
+            is_and = node.children[1].type == "&&"
+            if (not is_and) in both:  # one of them decides
+                return not is_and
+            return None if None in both else is_and
         if node.type == "test_command" and len(inner) == 1:
             return self._holds(inner[0])
         if node.type == "unary_expression" and _text(node.children[0]) in ("-z", "-n"):
@@ -252,7 +256,8 @@ class _Reader:
         elif before and not is_array:  # a text is lengthened, and of an array its first element
             first = before[0]
             whole = Word(first.text + words[0].text, first.line, first.is_known and words[0].is_known, first.is_quoted)
-            before, words = [], [whole, *before[1:]]
+            words = [whole, *before[1:]]
+            before = []
         self._script.variables[name] = [*before, *words]
 
     def _call(self, words: list[Word], assignments: list[Node], is_certain: bool, depth: int) -> None:
@@ -326,7 +331,8 @@ class _Reader:
         if kind in ("simple_expansion", "expansion"):
             values = self._values(node)
             known = all(value.is_known for value in values)
-            return Word(" ".join(value.text for value in values), line, known, any(v.is_quoted for v in values))
+            quoted = any(value.is_quoted for value in values)
+            return Word(" ".join(value.text for value in values), line, known, quoted)
         if kind == "arithmetic_expansion":
             number = self._arithmetic(_text(node))
             return Word(_text(node) if number is None else str(number), line, number is not None)
@@ -355,7 +361,8 @@ class _Reader:
                 continue
             part = self._joined(child)
             parts.append(part.text)
-            is_known, is_quoted = is_known and part.is_known, is_quoted or part.is_quoted
+            is_known &= part.is_known
+            is_quoted |= part.is_quoted
         self._depth -= 1
         return Word("".join(parts), node.start_point[0] + 1, is_known, is_quoted)
 
@@ -373,12 +380,12 @@ class _Reader:
         if values is None and name in self._environment and name not in self._script.uncertain:
             values = [Word(self._environment[name], line)]
         is_empty = values is None or (sign.startswith(":") and not "".join(value.text for value in values))
+        rest = [child for child in node.named_children if child.type not in ("variable_name", "subscript")]
         if sign in ("-", ":-", "=", ":="):
             if is_empty and name in self._script.uncertain:
                 return unknown
             if not is_empty:
                 return values or []
-            rest = [child for child in node.named_children if child.type not in ("variable_name", "subscript")]
             default = [self._joined(rest[-1])] if rest and match[5] else unknown
             if "=" in sign:
                 self._script.variables[name] = default
@@ -386,8 +393,7 @@ class _Reader:
         if values is None or name in self._script.uncertain and not all(value.is_known for value in values):
             return values or unknown
         if sign in ("+", ":+"):
-            rest = [child for child in node.named_children if child.type not in ("variable_name", "subscript")]
-            return [] if is_empty else [self._joined(rest[-1])] if rest else []
+            return [] if is_empty or not rest else [self._joined(rest[-1])]
         if sign[:1] in ("#", "%"):
             known = len(values) == 1 and values[0].is_known and "$" not in match[5]
             return [Word(_without(values[0].text, sign, match[5]), line)] if known else unknown

@@ -129,18 +129,21 @@ def waiting_tasks(loop: asyncio.AbstractEventLoop) -> Counter[str]:
     """
     counts: Counter[str] = Counter()
     for task in asyncio.all_tasks(loop):
-        frames = []
+        calls = []
         waits: Any = task.get_coro()
         while waits is not None:
-            frame = next((f for kind in ("cr", "gi", "ag") if (f := getattr(waits, f"{kind}_frame", None))), None)
+            frame = _first_attribute(waits, "cr_frame", "gi_frame", "ag_frame")
             if frame is not None:
                 file = frame.f_code.co_filename.rpartition("/miles/")
                 is_own = bool(file[1]) and "site-packages" not in file[2]
                 name = f"miles/{file[2]}" if file[1] else file[2]
-                frames.append((is_own, f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"))
-            waits = next(
-                (w for kind in ("cr_await", "gi_yieldfrom", "ag_await") if (w := getattr(waits, kind, None))), None
-            )
-        lines = [text for number, (is_own, text) in enumerate(frames) if is_own or number == len(frames) - 1]
+                calls.append((is_own, f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"))
+            waits = _first_attribute(waits, "cr_await", "gi_yieldfrom", "ag_await")
+        lines = [text for number, (is_own, text) in enumerate(calls) if is_own or number == len(calls) - 1]
         counts[" > ".join(lines) or "not started"] += 1
     return counts
+
+
+def _first_attribute(owner: Any, *names: str) -> Any:
+    """Return the first of these attributes that is there and true; None without one."""
+    return next(filter(None, (getattr(owner, name, None) for name in names)), None)

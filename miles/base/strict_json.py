@@ -49,8 +49,10 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     members = dict(pairs)
     if len(members) < len(pairs):
         seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise StrictJsonError(f"the key {one_line(twice, 80)!r} is in one object twice")
+        for key, _ in pairs:
+            if key in seen:
+                raise StrictJsonError(f"the key {one_line(key, 80)!r} is in one object twice")
+            seen.add(key)
     return members
 
 

@@ -1,4 +1,4 @@
-"""Errors of the user's code as ordinary exceptions.
+"""Code of the user's: import it, look for its names, and call it. What it raises arrives as an ordinary exception.
 
 ``StopIteration`` that reaches a future hangs its waiter. ``SystemExit`` or ``KeyboardInterrupt`` ends an event loop,
 and a worker of Ray, which is then reported as dead.
@@ -163,10 +163,11 @@ def fault_of_signature(function: Callable[..., Any], arguments: int) -> str | No
     try:
         signature.bind(*range(arguments))
     except TypeError:
-        made, code = inspect.unwrap(function), getattr(inspect.unwrap(function), "__code__", None)
+        inner = inspect.unwrap(function)
+        code = getattr(inner, "__code__", None)
         where = f"{code.co_filename}:{code.co_firstlineno}: " if code is not None else ""
         amount = "one argument" if arguments == 1 else f"{arguments} arguments"
-        name = getattr(made, "__name__", "it")
+        name = getattr(inner, "__name__", "it")
         return f"{where}its signature is {name}{signature}, and it is called with {amount}; change it"
     return None
 

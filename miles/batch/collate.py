@@ -54,8 +54,10 @@ def collate(
     part = batch.select(samples)
     if row_multiple is not None:
         layout = _in_rows(part, context, row_multiple)
+    elif share_prefixes and context.size == 1:
+        layout = _shared(part, reads_last)
     else:
-        layout = _shared(part, reads_last) if share_prefixes and context.size == 1 else _packed(part, context)
+        layout = _packed(part, context)
 
     def tensor(values: object, dtype: type) -> torch.Tensor:
         return to_device(np.asarray(values, dtype), device)
@@ -102,8 +104,8 @@ def _response_columns(part: TrainBatch, layout: _Layout, device: torch.device) -
     columns = {name: None if parts is None else column(parts) for name, parts in optional.items()}
     columns |= {"loss_mask": column(part.loss_masks), "rollout_log_probs": column(part.rollout_log_probs)}
     if columns["advantages"] is None:
-        rewards, sample = np.asarray(part.rewards, np.float32), to_device(layout.sample_index, device)
-        columns["advantages"] = spread_over_tokens(to_device(rewards, device), sample)
+        rewards = to_device(np.asarray(part.rewards, np.float32), device)
+        columns["advantages"] = spread_over_tokens(rewards, to_device(layout.sample_index, device))
     return columns
 
 
@@ -163,7 +165,7 @@ def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Layout:
-    """The columns of ``MicroBatch`` with the same names, int64, and whose each token is."""
+    """The columns of ``MicroBatch`` with the same names, int64, and the sample of each token."""
 
     read_lengths: np.ndarray
     input_ids: np.ndarray
@@ -187,9 +189,9 @@ def _packed(part: TrainBatch, context: ContextGroup) -> _Layout:
     starts, response_starts = _starts(totals), _starts(responses)
     prompts = totals - responses
 
-    held = [zigzag_positions(int(total), context.size, context.rank) for total in totals]
-    position = np.concatenate(held)
-    sample = np.repeat(np.arange(len(totals)), [len(positions) for positions in held])
+    of_samples = [zigzag_positions(int(total), context.size, context.rank) for total in totals]
+    position = np.concatenate(of_samples)
+    sample = np.repeat(np.arange(len(totals)), [len(positions) for positions in of_samples])
     inside = position < totals[sample]
     # The logits at a position predict the next token: the rank that holds the position has the loss of that token.
     predicting = np.flatnonzero((position >= prompts[sample] - 1) & (position < totals[sample] - 1))
@@ -263,10 +265,11 @@ def _share_prefixes(part: TrainBatch, lengths: np.ndarray) -> tuple[np.ndarray, 
     """
     if not len(part):
         return np.zeros(1, np.int64), np.zeros(1, np.int64)
-    keys = [
-        _key_of(tokens[:length], part.experts[i] if part.experts else None, id(part.images[i]) if part.images else None)
-        for i, (tokens, length) in enumerate(zip(part.tokens, lengths.tolist(), strict=True))
-    ]
+    keys = []
+    for i, (tokens, length) in enumerate(zip(part.tokens, lengths.tolist(), strict=True)):
+        experts = part.experts[i] if part.experts else None
+        images = id(part.images[i]) if part.images else None
+        keys.append(_key_of(tokens[:length], experts, images))
     starts = _starts(lengths)
     copy_of = np.arange(lengths.sum())
     order = sorted(range(len(part)), key=lambda number: keys[number].tobytes())

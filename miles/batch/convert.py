@@ -95,11 +95,11 @@ def convert(
         _check_groups_whole(steps, groups, global_batch_size, *whole_for)
     if loss.drop_zero_std_groups:
         steps = _without_zero_std(steps)
-    used = supports == "required" or (
+    with_supports = supports == "required" or (
         supports == "if given" and any(s.support is not None for group in groups for s in group.samples)
     )
     flat = ([row for trajectory in step for row in trajectory] for step in steps)
-    return [_train_batch(rows, loss, used, with_experts) for rows in flat]
+    return [_train_batch(rows, loss, with_supports, with_experts) for rows in flat]
 
 
 def _trajectories(
@@ -111,12 +111,11 @@ def _trajectories(
     """Return the rows of each trajectory, in the order of groups and of the trajectory's first sample."""
     samples = [sample for group in groups for sample in group.samples]
     trajectory_ids = [_checked_trajectory_id(sample) for sample in samples]
-    group_indices, loss_tokens = [s.group_index for s in samples], [s.num_loss_tokens for s in samples]
     rewards = SampleRewards(
         _raw_rewards(groups, loss),
-        group_indices,
+        [sample.group_index for sample in samples],
         trajectory_ids,
-        loss_tokens,
+        [sample.num_loss_tokens for sample in samples],
         parts=[sample.reward_parts for sample in samples],
         part_weights=reward_weights,
         baselines=_baselines(groups),
@@ -302,7 +301,7 @@ def _experts(samples: Sequence[Sample]) -> list[np.ndarray]:
 # Show an iteration's training data to the user's function, which may change it: ``--rollout-data-postprocess-path``.
 
 
-# Their names -> ours. Inputs of a step's denominators are excluded, because these were computed before the split.
+# Names of related launchers -> ours. Inputs of a step's denominators are excluded: they were computed before the split.
 CHANGEABLE = {
     "advantages": "advantages",
     "returns": "returns",
@@ -341,7 +340,8 @@ def postprocessed(
     copies = {name: [value.clone() for value in before[name]] for name in ("tokens", "loss_masks")}
     known = set(data)
     count = DATA_POSTPROCESS.num_arguments(function, path)
-    function(*{1: (args,), 2: (args, data), 3: (args, iteration, data)}[count])
+    arguments: tuple[Any, ...] = {1: (args,), 2: (args, data), 3: (args, iteration, data)}[count]
+    function(*arguments)
     _check(data, known, {**before, **copies}, path)
     ends = list(accumulate((len(shard.batch) for shard in shards), initial=0))
     return [
@@ -366,8 +366,8 @@ def _columns(steps: Sequence[TrainBatch], has_advantages: bool) -> dict[str, lis
         data["rewards"] += batch.rewards
         data["sample_indices"] += batch.trajectory_ids
         data["rollout_mask_sums"] += batch.trajectory_token_counts
-        for name, ours in CHANGEABLE.items():
-            column = _with_advantages(batch) if ours == "advantages" and has_advantages else getattr(batch, ours)
+        for name, field in CHANGEABLE.items():
+            column = _with_advantages(batch) if field == "advantages" and has_advantages else getattr(batch, field)
             if column is not None:
                 data.setdefault(name, []).extend(tensors(column))
     return data
@@ -406,13 +406,13 @@ def _same(now: Sequence[Any], before: Sequence[Any]) -> bool:
 
 def _changed(batch: TrainBatch, data: Mapping[str, Any], of_step: slice, path: str) -> TrainBatch:
     columns: dict[str, Any] = {}
-    for name, ours in CHANGEABLE.items():
+    for name, field in CHANGEABLE.items():
         if name in data:
-            columns[ours] = [np.asarray(value, np.float32) for value in data[name][of_step]]
-            lengths = [array.shape for array in columns[ours]]
+            columns[field] = [np.asarray(value, np.float32) for value in data[name][of_step]]
+            lengths = [array.shape for array in columns[field]]
             if lengths != [(length,) for length in batch.response_lengths]:
                 raise DATA_POSTPROCESS.fault(path, f"gave {name} other lengths; keep one number per response token")
-            if not all(np.isfinite(array).all() for array in columns[ours]):
+            if not all(np.isfinite(array).all() for array in columns[field]):
                 raise DATA_POSTPROCESS.fault(path, f"gave {name} numbers that are not finite; return finite ones")
     return replace(batch, **columns)
 

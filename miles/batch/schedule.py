@@ -13,6 +13,7 @@ from bisect import bisect_right, insort
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -262,8 +263,7 @@ def pack_shares(samples: PackedSamples, shares: Sequence[Sequence[int]], budget:
     order = np.lexsort((-length, prompt, -longest, share))  # stable: ties keep their order
     ends = np.cumsum(sizes)
     taken = list(zip(*(column[order].tolist() for column in (index, prompt, length, response)), strict=True))
-    cuts = [0, *ends.tolist()]
-    return [_first_fit(taken[begin:end], budget) for begin, end in zip(cuts, cuts[1:], strict=False)]
+    return [_first_fit(taken[begin:end], budget) for begin, end in pairwise([0, *ends.tolist()])]
 
 
 def _largest_of_prompt(share: np.ndarray, prompt: np.ndarray, length: np.ndarray) -> np.ndarray:
@@ -459,7 +459,8 @@ def schedule_step(
     mass = batch.expected_loss_mass if watch_mass else None
     if watch_mass:
         # The micro-batches stay unchanged in an unwatched step, so that watching changes no rounding.
-        to_train, to_score = [[*a, *b] for a, b in zip(to_train, to_score, strict=True)], [[] for _ in to_score]
+        to_train = [[*trained_on, *scored] for trained_on, scored in zip(to_train, to_score, strict=True)]
+        to_score = [[] for _ in to_score]
     if not to_train[0]:
         to_train = [[MicroBatchPlan(())] for _ in range(ranks)]
     # Ranks that share all of their sequences use the same shard object.
@@ -468,8 +469,8 @@ def schedule_step(
     samples = [sorted({i for plan in (*to_train[rank], *to_score[rank]) for i in plan.samples}) for rank in firsts]
     parts = batch.divide(samples)
     shards = [
-        _shard(own, part, mass, to_train[rank], to_score[rank])
-        for rank, own, part in zip(firsts, samples, parts, strict=True)
+        _shard(of_shard, part, mass, to_train[rank], to_score[rank])
+        for rank, of_shard, part in zip(firsts, samples, parts, strict=True)
     ]
     return [shards[rank // together] for rank in range(ranks)]
 
@@ -539,7 +540,7 @@ def _dynamic(batch: TrainBatch, chosen: Sequence[int], ranks: int, max_seqlen_pe
 def _in_order(n: int, parts: int) -> list[list[int]]:
     """Return ``n`` indices in ``parts`` runs whose sizes differ by at most one."""
     bounds = [n * part // parts for part in range(parts + 1)]
-    return [list(range(a, b)) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [list(range(begin, end)) for begin, end in pairwise(bounds)]
 
 
 def _micro_batches(
@@ -577,9 +578,9 @@ def _packed_samples(batch: TrainBatch, size: int, share_prompts: bool) -> Packed
         rows = zip(batch.tokens, (total - response).tolist(), batch.images or [None] * len(batch), strict=True)
         seen: dict[int, int] = {}  # of images: equal tokens with other images are another prompt
         prompts = [(tokens[:n].tobytes(), seen.setdefault(id(images), len(seen))) for tokens, n, images in rows]
-        number = {prompt: i for i, prompt in enumerate(sorted(set(prompts)))}
-        mine = np.fromiter(map(number.__getitem__, prompts), np.int64, len(prompts))
-        return PackedSamples(mine, total - response, response)
+        number_of = {prompt: i for i, prompt in enumerate(sorted(set(prompts)))}
+        numbers = np.fromiter(map(number_of.__getitem__, prompts), np.int64, len(prompts))
+        return PackedSamples(numbers, total - response, response)
     padded = np.asarray([padded_length(length, size) for length in total.tolist()], np.int64)
     return PackedSamples(np.arange(len(total)), total - response, padded - (total - response))
 

@@ -190,11 +190,11 @@ class ParameterNames:
         assert match, f"{name} has no Hugging Face name"
         return self._of_layer(f"{MTP_HF}{match[1]}.", match[2], MTP_OWN)
 
-    def _of_layer(self, prefix: str, rest: str, own: Mapping[str, Binding] | None = None) -> Binding:
+    def _of_layer(self, prefix: str, rest: str, special: Mapping[str, Binding] | None = None) -> Binding:
         number = r"(?<=\.)\d+(?=\.)"
         experts = re.findall(number, rest)
         template = re.sub(number, "*", rest)
-        entry = (own or {}).get(template) or self.layer.get(template)
+        entry = (special or {}).get(template) or self.layer.get(template)
         assert entry, f"{rest} of a layer has no Hugging Face name"
         return replace(entry, hf_names=tuple(prefix + name.replace("*", *experts or "*") for name in entry.hf_names))
 
@@ -314,8 +314,8 @@ class ConvertedFamily(Family, ABC):
 
 def routed_experts() -> dict[str, Binding]:
     """Return the router's matrix and the experts of a layer."""
-    experts, gate_up = "mlp.experts.local_experts.*", ("gate_proj", "up_proj")
-    hf_gate_up = tuple(f"mlp.experts.*.{name}.weight" for name in gate_up)
+    experts = "mlp.experts.local_experts.*"
+    hf_gate_up = ("mlp.experts.*.gate_proj.weight", "mlp.experts.*.up_proj.weight")
     return {
         "mlp.router.weight": Binding(Replicated(), ("mlp.gate.weight",)),
         f"{experts}.linear_fc1.weight": Binding(GateUp(), hf_gate_up, is_expert=True),

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
 
-THUMBNAIL, MOST_THUMBNAILS = 128, 4  # pixels of the longer side, and images of a prompt, on the page of a run
+THUMBNAIL = 128  # pixels of the longer side of an image on the page of a run
+MOST_THUMBNAILS = 4  # images of a prompt that are there
 MOST_PIXELS = 89_478_485  # of one image, as its header states; Pillow warns of larger ones, which may be bombs
 
 
@@ -61,8 +62,8 @@ class VisionFamily:
         from PIL import Image
 
         blank = [Image.new("RGB", size) for size in sizes]
-        made: Mapping[str, Any] = processor.image_processor([blank], return_tensors="np")
-        return made
+        processed: Mapping[str, Any] = processor.image_processor([blank], return_tensors="np")
+        return processed
 
     def blank(self, config: Any) -> dict[str, np.ndarray]:
         """Return tensors of the smallest image, for ranks that have none."""
@@ -115,9 +116,11 @@ def joined(batches: Sequence[ImageTensors], device: torch.device) -> dict[str, t
     for name in batches[0].tensors:
         arrays = [batch.tensors[name] for batch in batches]
         shape = np.max([array.shape[1:] for array in arrays], axis=0).astype(int)
-        widths = ([(0, 0), *((0, n - m) for n, m in zip(shape, a.shape[1:], strict=True))] for a in arrays)
-        whole = np.concatenate([np.pad(a, width) for a, width in zip(arrays, widths, strict=True)])
-        tensors[name] = torch.from_numpy(whole).to(device)
+        padded = []
+        for array in arrays:
+            missing = [(0, longest - length) for longest, length in zip(shape, array.shape[1:], strict=True)]
+            padded.append(np.pad(array, [(0, 0), *missing]))
+        tensors[name] = torch.from_numpy(np.concatenate(padded)).to(device)
     return tensors
 
 
@@ -227,9 +230,9 @@ def expansions(model: str, sizes: tuple[tuple[int, int], ...]) -> tuple[str, ...
     Raises:
         ValueError: The processor refuses an image of such a size.
     """
-    processor, family = load_processor(model), vision_family(_config(model).model_type)
-    made = family.sized(processor, sizes)
-    return tuple(processor.replace_image_token(made, image_idx=number) for number in range(len(sizes)))
+    processor = load_processor(model)
+    sized = vision_family(_config(model).model_type).sized(processor, sizes)
+    return tuple(processor.replace_image_token(sized, image_idx=number) for number in range(len(sizes)))
 
 
 def decoded(images: PromptImages) -> list[Image]:
@@ -290,7 +293,8 @@ def has_other_media(images: PromptImages, token_ids: Sequence[int]) -> bool:
 
     SGLang takes the text ``<image>`` for an image, too, and fails if nothing follows the token that begins one.
     """
-    processor, sent = load_processor(images.model), images.unexpanded(token_ids)
+    processor = load_processor(images.model)
+    sent = images.unexpanded(token_ids)
     media = sent.count(images.placeholder_id) + sent.count(getattr(processor, "video_token_id", -1))
     is_begun = sent[-1] == getattr(_config(images.model), "vision_start_token_id", -1)
     return (
@@ -309,8 +313,8 @@ def tensors_of(images: PromptImages) -> ImageTensors:
     if "tensors" not in images.cache:
         config = _config(images.model)
         family = vision_family(config.model_type)
-        made = load_processor(images.model).image_processor([decoded(images)], return_tensors="np")
-        tensors = {name: np.asarray(made[name]) for name in family.inputs}
+        processed = load_processor(images.model).image_processor([decoded(images)], return_tensors="np")
+        tensors = {name: np.asarray(processed[name]) for name in family.inputs}
         grids = family.grids(config, tensors)
         layout = images.counts, images.starts, images.placeholder_id
         images.cache["tensors"] = ImageTensors(tensors, *layout, grids)

@@ -30,14 +30,12 @@ if TYPE_CHECKING:
 
 
 READ_AS = {"kimi_k2": "deepseek_v3"}  # transformers does not know the first; the layers are the second's
-_CONFIGS, _CAUSAL, _MASKED, _TEXT_TO_TEXT, _SPEECH_TO_TEXT, _MODULES = (
-    "CONFIG_MAPPING_NAMES",
-    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
-    "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
-    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
-    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
-    "SPECIAL_MODEL_TYPE_TO_MODULE_NAME",
-)
+_CONFIGS = "CONFIG_MAPPING_NAMES"
+_CAUSAL = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+_MASKED = "MODEL_FOR_MASKED_LM_MAPPING_NAMES"
+_TEXT_TO_TEXT = "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"
+_SPEECH_TO_TEXT = "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES"
+_MODULES = "SPECIAL_MODEL_TYPE_TO_MODULE_NAME"
 
 
 def why_not_loaded(model_type: str, has_own_code: bool, is_decoder: bool) -> tuple[str, str] | None:
@@ -110,11 +108,13 @@ def _ends_in_linear(node: ast.expr) -> bool:
 def _source(model_type: str) -> str:
     """Return the file that defines the causal language model of this type; empty if it is not there."""
     model_type = READ_AS.get(model_type, model_type)
-    folder, name = _models(), _table(_CAUSAL).get(model_type)
-    module = _table(_MODULES).get(model_type, model_type.replace("-", "_"))
-    if folder is None or name is None or not (file := folder / module / f"modeling_{module}.py").is_file():
+    folder = _models()
+    name = _table(_CAUSAL).get(model_type)
+    if folder is None or name is None:
         return ""
-    text = file.read_text(encoding="utf-8")
+    module = _table(_MODULES).get(model_type, model_type.replace("-", "_"))
+    file = folder / module / f"modeling_{module}.py"
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
     return text if f"\nclass {name}(" in text else ""
 
 
@@ -161,8 +161,8 @@ def read_config(path: str) -> PretrainedConfig:
         config: PretrainedConfig = AutoConfig.from_pretrained(path)
         return config
     # auto_map names code in the folder, which is not run.
-    known = {name: value for name, value in values.items() if name not in ("auto_map", "model_type")}
-    return AutoConfig.for_model(kind, **known)
+    settings = {name: value for name, value in values.items() if name not in ("auto_map", "model_type")}
+    return AutoConfig.for_model(kind, **settings)
 
 
 def read_model(path: str, config: PretrainedConfig, dtype: torch.dtype, attn_implementation: str) -> PreTrainedModel:
@@ -272,10 +272,10 @@ def end_token_ids(model: str) -> frozenset[int]:
         origins["the chat template"] = _ids(tokenizer.convert_tokens_to_ids([name]) if name else None)
     all_ids = frozenset().union(*origins.values())
     if tokenizer is not None and all_ids != for_generation:
-        sources = {token: [source for source, ids in origins.items() if token in ids] for token in sorted(all_ids)}
-        texts = [
-            f"{token} {tokenizer.convert_ids_to_tokens(token)!r} of {' and '.join(sources[token])}" for token in sources
-        ]
+        texts = []
+        for token in sorted(all_ids):
+            sources = [source for source, ids in origins.items() if token in ids]
+            texts.append(f"{token} {tokenizer.convert_ids_to_tokens(token)!r} of {' and '.join(sources)}")
         _logger.warning("note: --hf-checkpoint %s: answers end at any of the tokens %s", model, ", ".join(texts))
     return all_ids
 

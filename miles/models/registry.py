@@ -104,7 +104,7 @@ _COMMON = {
 def common_shape(config: Config) -> Shape:
     """Return the sizes of a model of any family by Megatron's names, as far as its configuration has them."""
     text = config.get("text_config") or config
-    return {ours: text[theirs] for theirs, ours in _COMMON.items() if isinstance(text.get(theirs), int)}
+    return {field: text[setting] for setting, field in _COMMON.items() if isinstance(text.get(setting), int)}
 
 
 def vocabulary_shape(config: Config) -> Shape:

@@ -106,11 +106,11 @@ def shrunk_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def _tower(config: Mapping[str, Any], hidden: int) -> dict[str, Any]:
     """Return a small vision tower for a language part of width ``hidden``, whose patches are as large as before."""
     sizes = {"hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN, "out_hidden_size": hidden}
-    sizes |= dict.fromkeys(("num_heads", "num_attention_heads"), 4) | dict.fromkeys(
-        ("depth", "num_hidden_layers"), LAYERS
-    )
+    sizes |= dict.fromkeys(("num_heads", "num_attention_heads"), 4)
+    sizes |= dict.fromkeys(("depth", "num_hidden_layers"), LAYERS)
     layers = {"fullatt_block_indexes": [LAYERS - 1], "deepstack_visual_indexes": list(range(LAYERS))}
-    return {**config, **{name: size for name, size in {**sizes, **layers}.items() if name in config}}
+    smaller: dict[str, Any] = {**sizes, **layers}
+    return {**config, **{name: value for name, value in smaller.items() if name in config}}
 
 
 def _layers_of_each_kind(config: Mapping[str, Any]) -> list[int]:
@@ -122,7 +122,8 @@ def _layers_of_each_kind(config: Mapping[str, Any]) -> list[int]:
         lists.append([layer >= first_shared for layer in range(len(lists[0]))])
     kinds: Sequence[Any] = list(zip(*lists, strict=False))
     indices = [i for i, kind in enumerate(kinds) if kind not in kinds[:i]]
-    indices = [] if len(indices) == 1 else indices
+    if len(indices) == 1:  # all layers are alike
+        indices = []
     total = config.get("num_hidden_layers") or len(kinds) or LAYERS
     dense = config.get("first_k_dense_replace") or 0
     if not indices and 0 < dense < total:
@@ -174,9 +175,11 @@ def _attention(config: Mapping[str, Any]) -> dict[str, int]:
     if heads is None:
         return {"hidden_size": HIDDEN} if "hidden_size" in config else {}
     keys = config.get("num_key_value_heads") or heads
-    small_keys = min(keys, 2)
-    small_heads = 4 if keys == heads else small_keys * min(max(heads // keys, 1), 4)
-    small_keys = small_heads if keys == heads else small_keys
+    if keys == heads:
+        small_keys = small_heads = 4
+    else:
+        small_keys = min(keys, 2)
+        small_heads = small_keys * min(max(heads // keys, 1), 4)
     hidden = HIDDEN if HIDDEN % small_heads == 0 else small_heads * HEAD_DIM  # 6 heads: three queries share a key
     sizes = {"num_attention_heads": small_heads, "hidden_size": hidden}
     if config.get("num_key_value_heads"):
@@ -263,9 +266,9 @@ def character_tokenizer(characters: str = string.printable) -> PreTrainedTokeniz
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {token: i for i, token in enumerate([END, *characters])}
-    made = Tokenizer(models.WordLevel(vocabulary, unk_token=END))
-    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    made.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token=END, pad_token=END)
+    plain = Tokenizer(models.WordLevel(vocabulary, unk_token=END))
+    plain.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    plain.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token=END, pad_token=END)
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer

@@ -132,5 +132,5 @@ def check_adapter(folder: Path, lora: LoraArguments, layers: list[str], flag: st
         ("--target-modules", "target_modules", layers),
     ):
         if saved.get(key) != value:
-            actual, own = (",".join(v) if isinstance(v, list) else v for v in (saved.get(key), value))
-            raise ValueError(f"{name} holds an adapter of {words} {actual}, not {own}; give {words} {actual}")
+            actual, wanted = (",".join(v) if isinstance(v, list) else v for v in (saved.get(key), value))
+            raise ValueError(f"{name} holds an adapter of {words} {actual}, not {wanted}; give {words} {actual}")

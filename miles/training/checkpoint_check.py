@@ -70,7 +70,8 @@ def check_weights(folder: Path) -> CheckCost | None:
     """
     if not files.is_reference(folder):
         return check_checkpoint(folder)
-    whole, state = folder.parent, files.read_state(folder)
+    whole = folder.parent
+    state = files.read_state(folder)
     if (whole / STATE).is_file() and files.read_state(whole).get("manifest") and not files.has_manifest(whole):
         raise DamagedFile(f"../{MANIFEST} is missing")
     cost = check_against_manifest(whole, folder.name) if files.has_manifest(whole) else None

@@ -369,7 +369,8 @@ class _ShortCells:
         of_tokens = torch.full((tokens, kv_heads), sum(part.queries.numel() for part in rows) * kv_heads)
         first_query = first_key = 0
         for part in rows:
-            (count, length), width = part.query_shape, part.key_shape[1]
+            count, length = part.query_shape
+            width = part.key_shape[1]
             row, place = part.to_packed // length, part.to_packed % length
             of_tokens[part.tokens] = first_query + (row[:, None] * kv_heads + of_heads) * length + place[:, None]
             queries.append(_cells_of_heads(part.queries.view(count, length), kv_heads))
@@ -378,10 +379,11 @@ class _ShortCells:
             step = max(1, CACHED_BYTES // (4 * heads * length * width))
             for start in range(0, count, step):
                 batch = min(step, count - start) * kv_heads
-                own = mask if len(mask) == 1 else mask[start : start + step].repeat_interleave(kv_heads, 0)
-                parts = slice(first_query, first_query + batch * length), slice(first_key, first_key + batch * width)
-                blocks.append(_Block(*parts, batch, own))
-                first_query, first_key = parts[0].stop, parts[1].stop
+                of_block = mask if len(mask) == 1 else mask[start : start + step].repeat_interleave(kv_heads, 0)
+                query_cells = slice(first_query, first_query + batch * length)
+                key_cells = slice(first_key, first_key + batch * width)
+                blocks.append(_Block(query_cells, key_cells, batch, of_block))
+                first_query, first_key = query_cells.stop, key_cells.stop
         of_keys = torch.cat(keys)
         readers = of_keys.argsort(stable=True)
         ends = torch.searchsorted(of_keys[readers], torch.arange(everywhere * kv_heads + 1))
@@ -553,10 +555,13 @@ def packed_attention(
     if packed is None:
         raise ValueError(
             "the attention of this model does not receive the layout of its samples; --train-backend fsdp trains "
-            "models whose layers pass keyword arguments on to it"
+            "models whose layers pass keyword arguments on to it; choose another model"
         )
     if softcap is not None:
-        raise ValueError("this model caps the scores of its attention, which --train-backend fsdp does not compute")
+        raise ValueError(
+            "this model caps the scores of its attention, which --train-backend fsdp does not compute; choose another "
+            "model"
+        )
 
     window = packed.narrowed(sliding_window)
     if indices is not None and not indices.shape[-1]:

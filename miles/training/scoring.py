@@ -179,23 +179,24 @@ class TokenSelector:
         """
         batch, flags = shard.batch, self.objective.flags
         assert batch.old_log_probs is not None, "Truncation asks for them"
-        own: list[tuple[int, WeightSum]] = []
+        sums: list[tuple[int, WeightSum]] = []
         for i in shard.samples_sent_by(dist.get_rank(self.group)):
             columns = (batch.old_log_probs[i], batch.rollout_log_probs[i], batch.loss_masks[i])
             old, engine, mask = (torch.tensor(column) for column in columns)  # copies: Ray's memory is read-only
             log_ratio = masked_log_ratio(old, engine, mask)[mask != 0]
-            own.append((batch.position_in_step[i], sum_of_weights(flags, log_ratio)))
-        mean = mean_weight(weight_sum for _, weight_sum in gather_step(own, self.group))
+            sums.append((batch.position_in_step[i], sum_of_weights(flags, log_ratio)))
+        mean = mean_weight(weight_sum for _, weight_sum in gather_step(sums, self.group))
         return replace(shard, batch=replace(batch, tis_mean=mean)), mean
 
     def _whole_step(self, shard: TrainShard, *columns: Sequence[np.ndarray]) -> list[_Sample]:
         """Return all samples of the step in their order, with ``columns``, one array [response] per own sample."""
-        batch, own = shard.batch, []
+        batch = shard.batch
+        samples = []
         for i in shard.samples_sent_by(dist.get_rank(self.group)):
             mask = batch.loss_masks[i] != 0
             arrays = [column[i][mask].astype(np.float64) for column in columns]
-            own.append(_Sample(batch.position_in_step[i], batch.trajectory_ids[i], arrays))
-        return gather_step(own, self.group)
+            samples.append(_Sample(batch.position_in_step[i], batch.trajectory_ids[i], arrays))
+        return gather_step(samples, self.group)
 
 
 def _of_step(samples: Sequence[_Sample], column: int) -> np.ndarray:
@@ -283,10 +284,10 @@ def check_same_positions(reference: PretrainedConfig, policy: PretrainedConfig, 
         ValueError: The model at ``path`` has another rotary embedding, which gives the policy's weights another
             meaning.
     """
-    actual, own = (getattr(config.get_text_config(), "rope_parameters", None) for config in (reference, policy))
-    if actual != own:
+    actual, wanted = (getattr(config.get_text_config(), "rope_parameters", None) for config in (reference, policy))
+    if actual != wanted:
         raise ValueError(
-            f"--ref-load {path}: its rope_parameters are {actual}, and the policy's {own}, so the reference cannot "
+            f"--ref-load {path}: its rope_parameters are {actual}, and the policy's {wanted}, so the reference cannot "
             "follow the policy; give a model with the policy's, or drop --ref-update-interval"
         )
 

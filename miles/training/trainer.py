@@ -28,14 +28,7 @@ from miles.objective.output import LossOutput, add_metrics, reported
 from miles.objective.settings import LossArguments
 from miles.objective.token_advantages import SampleTokens, token_advantages
 from miles.objective.value_loss import value_loss_function
-from miles.training.backend import (
-    LossFunction,
-    PolicyScorer,
-    Scorer,
-    TrainBackend,
-    TrainedModel,
-    ValueScorer,
-)
+from miles.training.backend import LossFunction, PolicyScorer, Scorer, TrainBackend, TrainedModel, ValueScorer
 from miles.training.optimizer import ScheduledOptimizer
 from miles.training.scoring import TokenSelector, needs_of, score, with_engine_log_probs
 from miles.types.groups import gather_step
@@ -177,15 +170,15 @@ class Trainer:
         if not self.objective.estimates_by_token:
             return shard, {}
         batch, group = shard.batch, self.backend.token_group
-        own = shard.samples_sent_by(dist.get_rank(group))
+        sent = shard.samples_sent_by(dist.get_rank(group))
         step = gather_step(
-            [(batch.position_in_step[i], _sample_tokens(self.objective.flags, batch, i)) for i in own], group
+            [(batch.position_in_step[i], _sample_tokens(self.objective.flags, batch, i)) for i in sent], group
         )
         result = token_advantages(self.objective, [tokens for _, tokens in step])
         index = {position: i for i, (position, _) in enumerate(step)}
-        mine = [index[position] for position in batch.position_in_step]
-        returns = None if result.returns is None else [result.returns[i] for i in mine]
-        batch = replace(batch, advantages=[result.advantages[i] for i in mine], returns=returns)
+        in_step = [index[position] for position in batch.position_in_step]
+        returns = None if result.returns is None else [result.returns[i] for i in in_step]
+        batch = replace(batch, advantages=[result.advantages[i] for i in in_step], returns=returns)
         return replace(shard, batch=batch), _under("train/", result.metrics)
 
     def _postprocessed(

@@ -49,7 +49,10 @@ def _check_sets(state: Mapping[str, Any]) -> None:
     sets = state["sets"]
     _check(isinstance(sets, dict) and bool(sets) and all(isinstance(one, dict) for one in sets.values()), "sets")
     sizes = [_check_set(one) for one in sets.values()]
-    for name in ("weights", "credits", *(["given_weights"] if "given_weights" in state else [])):
+    lists = ["weights", "credits"]
+    if "given_weights" in state:
+        lists.append("given_weights")
+    for name in lists:
         value = state.get(name)
         _check(isinstance(value, list) and len(value) == len(sizes) and all(map(_is_number, value)), name)
     _check_rows(state, "unfinished", 3, _count(state, "next_group_index"))

@@ -13,19 +13,20 @@ from miles.types.dims import ParallelDims
 Positioned = TypeVar("Positioned", bound=tuple[Any, ...])  # the first entry is a position in the step
 
 
-def gather_objects(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return what each rank of ``group`` (None: all ranks) has, in the order of the ranks. Collective."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, own, group=group)
+    dist.all_gather_object(everyone, value, group=group)
     return everyone
 
 
-def gather_step(own: list[Positioned], group: dist.ProcessGroup | None) -> list[Positioned]:
+def gather_step(samples: list[Positioned], group: dist.ProcessGroup | None) -> list[Positioned]:
     """Return what all ranks of ``group`` (None: all ranks) have for their samples, in the order of the step.
 
     Collective. Each sample is sent by one rank (``TrainShard.samples_sent_by``).
     """
-    return sorted((sample for part in gather_objects(own, group) for sample in part), key=lambda sample: sample[0])
+    parts = gather_objects(samples, group)
+    return sorted((sample for part in parts for sample in part), key=lambda sample: sample[0])
 
 
 @dataclass(frozen=True)

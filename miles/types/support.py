@@ -45,8 +45,8 @@ class Support:
         rows = np.arange(len(sets))
 
         def tensor(values: np.ndarray) -> torch.Tensor:
-            made = torch.from_numpy(np.ascontiguousarray(values))
-            return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
+            host = torch.from_numpy(np.ascontiguousarray(values))
+            return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
         return cls(
             vocab_size=sets.vocab_size,

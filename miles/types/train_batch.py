@@ -103,9 +103,9 @@ class TrainBatch:
             values = column if is_all else map(column.__getitem__, samples.tolist())
             # One call per sample, none of them in Python: a loop takes twice as long.
             deque(map(list.__setitem__, map(lists.__getitem__, part_of), place, values), maxlen=0)
-            for part, own in zip(columns, lists, strict=True):
-                part[name] = own
-        return [replace(self, **part) for part in columns]
+            for of_part, entries in zip(columns, lists, strict=True):
+                of_part[name] = entries
+        return [replace(self, **of_part) for of_part in columns]
 
     def _columns(self) -> Iterator[tuple[str, Sequence[Any]]]:
         """Yield the columns that are there, with their names."""

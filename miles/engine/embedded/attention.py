@@ -203,9 +203,9 @@ class PrefillStep:
         return torch.ones(1, 1, length, length, dtype=torch.bool, device=device).tril()
 
 
-def _after(prefix: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+def _after(prefix: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """Return each prompt's keys or values [P, kv_heads, T, D] after the prefix's [1, kv_heads, prefix, D]."""
-    return torch.cat((prefix.expand(len(own), -1, -1, -1), own), 2)
+    return torch.cat((prefix.expand(len(new), -1, -1, -1), new), 2)
 
 
 @dataclass(frozen=True)
@@ -241,8 +241,9 @@ class DecodeStep:
     def keep_indexed(self, layer: int, keys: torch.Tensor) -> torch.Tensor:
         """Store the keys [B, 1, D] of an indexer, and return the keys of each row, [B, width, D]."""
         keys = keys[:, None]
-        number, width = _of_indexer(layer), self.mask.shape[-1]
-        return self.cache.append(number, keys, keys[..., :0], self.rows, self.positions, width)[0][:, 0]
+        width = self.mask.shape[-1]
+        stored, _ = self.cache.append(_of_indexer(layer), keys, keys[..., :0], self.rows, self.positions, width)
+        return stored[:, 0]
 
 
 def _attend_by_products(
@@ -277,7 +278,9 @@ def _chosen(indices: torch.Tensor, keys: int) -> torch.Tensor:
 
 def _causal(layer: Layer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Attend from each of T tokens to those before it; [P, heads, T, D]. Masks take memory that is linear in T."""
-    length, window, width = query.shape[2], layer.window, value.shape[-1]
+    length = query.shape[2]
+    width = value.shape[-1]
+    window = layer.window
     if window is not None and window >= length:
         window = None
     if window is None and layer.sinks is None:
@@ -355,7 +358,7 @@ def slot_attention(
         ValueError: For a layer whose attention has more than these, which would silently be left out.
     """
     features = {"soft-capped logits": softcap, "position bias": position_bias}
-    present = [name for name, value_ in features.items() if value_ is not None]
+    present = [name for name, feature in features.items() if feature is not None]
     number = module.layer_idx
     assert isinstance(number, int)
     if present:
@@ -430,13 +433,13 @@ class LayerStates(DynamicCache):
 
     def admit(self, prefilled: LayerStates, first_row: int) -> None:
         """Give row ``first_row`` and those after it the states after the prompts of a prefill."""
-        for layer, (mine, theirs) in enumerate(zip(self.layers, prefilled.layers, strict=True)):
-            if not isinstance(theirs, LinearAttentionCacheLayerMixin):
+        for layer, (present, admitted) in enumerate(zip(self.layers, prefilled.layers, strict=True)):
+            if not isinstance(admitted, LinearAttentionCacheLayerMixin):
                 continue
             if first_row:
-                for (old, number), (new, _) in zip(_states_of(mine), _states_of(theirs), strict=True):
+                for (old, number), (new, _) in zip(_states_of(present), _states_of(admitted), strict=True):
                     new[number] = torch.cat([old[number][:first_row], new[number]])
-            self.layers[layer] = theirs
+            self.layers[layer] = admitted
 
     def copy_rows(self, sources: torch.Tensor, first_row: int) -> None:
         """Give row ``first_row`` and those after it the states of rows ``sources``."""

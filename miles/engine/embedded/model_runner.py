@@ -56,7 +56,8 @@ _PLAIN_LANGUAGE_PARTS = ("LlamaModel", "Qwen2Model", "Qwen3Model", "Qwen2_5_VLTe
 
 def can_fuse(model: Any) -> bool:
     """Return whether the layers of ``model`` are of the kind that ``FusedLayers`` computes, and this CPU has oneDNN."""
-    body, config = _language_part(model), model.config.get_text_config()
+    body = _language_part(model)
+    config = model.config.get_text_config()
     # By name: importing the types of language parts takes a text run longer.
     is_plain_part = body is not model.base_model and type(body).__name__ in _PLAIN_LANGUAGE_PARTS
     is_plain = type(model) in _PLAIN_LAYERS or is_plain_part
@@ -276,9 +277,11 @@ class ModelRunner:
         ids = torch.zeros(len(prompts), width, dtype=torch.long)
         for row, prompt in zip(ids, prompts, strict=True):
             row[: len(prompt)] = torch.tensor(prompt)
-        ids, positions = ids.to(self.device), torch.arange(width, device=self.device)
+        ids = ids.to(self.device)
+        positions = torch.arange(width, device=self.device)
         self.cache.reserve(first_row + len(prompts), width)
-        prefix, shared = None, self._shared_start(prompts)
+        prefix = None
+        shared = self._shared_start(prompts)
         if shared:
             prefix = PrefixStep()
             self._last_positions = torch.tensor([shared - 1], device=self.device)
@@ -365,7 +368,8 @@ class ModelRunner:
         arrived: dict[int, dict[int, int]] = {}  # per parameter: sizes that arrived, by address
         for chunk in chunks:
             by_name = {name: _target(name, targets) for name in chunk.tensors}
-            _check_names_and_shapes(chunk.tensors, {n: part for n, (_, part) in by_name.items() if part is not None})
+            parts = {name: part for name, (_, part) in by_name.items() if part is not None}
+            _check_names_and_shapes(chunk.tensors, parts)
             with torch.no_grad():
                 for name, tensor in chunk.tensors.items():
                     target, part = by_name[name]
@@ -413,8 +417,10 @@ class ModelRunner:
         """Return the logits that follow prompts, padded in ``ids`` [P, T], with the features of their images."""
         from miles.models.images import joined, text_inputs, vision_family
 
-        body, family = self.model.base_model, vision_family(self.model.config.model_type)
-        feature, axes = torch.full(ids.shape, -1), torch.arange(ids.shape[1]).repeat(3, len(ids), 1)
+        body = self.model.base_model
+        family = vision_family(self.model.config.model_type)
+        feature = torch.full(ids.shape, -1)
+        axes = torch.arange(ids.shape[1]).repeat(3, len(ids), 1)
         first: dict[ImageTensors, int] = {}  # of each prompt's images: the first of their rows of features
         for number, (row, one) in enumerate(zip(ids.cpu().numpy(), images or [None] * len(ids), strict=True)):
             if one is None:

@@ -8,7 +8,7 @@ its answers, the fewer rows there are.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence as Many
+from collections.abc import Sequence as Many  # here a ``Sequence`` is a response in progress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -115,9 +115,8 @@ class RunningBatch:
         for sequence in sequences:
             self._runner.cache.expect(len(sequence.prompt_ids) + sequence.sampling.max_new_tokens)
             by_prompt.setdefault(sequence.prompt, []).append(sequence)
-        prompts = sorted(
-            by_prompt, key=lambda prompt: len(prompt[0]), reverse=True
-        )  # similar lengths together: little padding
+        # Prompts of similar lengths are prefilled together: little padding.
+        prompts = sorted(by_prompt, key=lambda prompt: len(prompt[0]), reverse=True)
         while prompts:
             count = max(1, PREFILL_TOKENS // len(prompts[0][0]))
             if self._runner.is_recurrent:  # padding would enter the states
@@ -179,7 +178,8 @@ class RunningBatch:
 
     def _prefill_rows(self, prompts: Many[ReadPrompt], new: Many[list[Sequence]]) -> torch.Tensor:
         """Return the logits that follow each prompt, and record the experts for the sequences that want them."""
-        ids, images = [prompt for prompt, _ in prompts], [images for _, images in prompts]
+        ids = [token_ids for token_ids, _ in prompts]
+        images = [images for _, images in prompts]
         if not any(s.sampling.returns_experts for row in new for s in row):
             return self._runner.prefill(ids, len(self._rows), images)
         with self._runner.recording_experts() as take:

@@ -304,7 +304,7 @@ def compare_with_transformers(runner: ModelRunner, model_path: str) -> float:
     drawn = torch.Generator().manual_seed(0)
     sequences = [torch.randint(runner.vocab_size, (n,), generator=drawn).tolist() for n in _LENGTHS]
     try:
-        own = torch.stack([runner.own_logits(tokens)[-2:] for tokens in sequences], 1)
+        expected = torch.stack([runner.own_logits(tokens)[-2:] for tokens in sequences], 1)
         first = runner.prefill([tokens[:-1] for tokens in sequences], first_row=0)
         second = runner.decode([tokens[-1] for tokens in sequences], [n - 1 for n in _LENGTHS], _WIDTH)
     except torch.OutOfMemoryError:
@@ -314,8 +314,10 @@ def compare_with_transformers(runner: ModelRunner, model_path: str) -> float:
         raise ValueError(f"{name} does not run ({why}); choose another model, or --rollout-engine sglang") from error
     finally:
         runner.cache.clear()
-    difference = (torch.stack([first, second]).float().log_softmax(-1) - own.float().log_softmax(-1)).abs()
-    mean, largest, allowed = difference.mean().item(), difference.max().item(), math.sqrt(torch.finfo(own.dtype).eps)
+    computed = torch.stack([first, second])
+    difference = (computed.float().log_softmax(-1) - expected.float().log_softmax(-1)).abs()
+    mean, largest = difference.mean().item(), difference.max().item()
+    allowed = math.sqrt(torch.finfo(expected.dtype).eps)
     if not mean <= allowed:  # NaN is refused
         raise ValueError(
             f"{name} does not have transformers' log-probs: they differ by {mean:.1e} on average and {largest:.1e} at "

@@ -205,9 +205,11 @@ class ServerClient(ABC):
         """Return the JSON object that answers ``body``; an empty one for an empty answer."""
         # Nobody knows beforehand how long a response takes to generate, so ``seconds`` None sets no limit on reading.
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
-        sent, headers = None, bearer(key)
+        headers = bearer(key)
+        sent = None
         if body is not None:
-            sent, headers = encode(body), {**(headers or {}), "Content-Type": "application/json"}
+            headers = {**headers, "Content-Type": "application/json"}
+            sent = encode(body)
         try:
             request = self._session().request(method, self.url + path, data=sent, timeout=timeout, headers=headers)
             async with request as response:
@@ -330,15 +332,15 @@ def checked_support(
         EngineUnavailable: They do not fit the tokens; ``answer`` is the server's answer.
     """
     try:
-        made = TokenSets.of(vocab, [[int(token) for token in token_set] for token_set in sets])
-        made.check()
-        sound = len(sets) == len(log_probs) == len(token_ids) and bool(made.contain(token_ids).all())
+        support = TokenSets.of(vocab, [[int(token) for token in token_set] for token_set in sets])
+        support.check()
+        sound = len(sets) == len(log_probs) == len(token_ids) and bool(support.contain(token_ids).all())
         values = [float(value) for value in log_probs]
     except (TypeError, ValueError, IndexError, OverflowError) as error:
         raise EngineUnavailable(f"an answer whose kept tokens cannot be read ({error})") from error
     if not (sound and all(math.isfinite(value) and value <= 1e-4 for value in values)):
         raise EngineUnavailable(f"an answer whose kept tokens do not fit its tokens: {str(answer)[:300]}")
-    return values, made
+    return values, support
 
 
 def read_version(value: Any) -> int:

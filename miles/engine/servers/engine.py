@@ -76,8 +76,8 @@ class ServersEngine:
             senders: How many processes send requests. This one, too, has only a share of them.
         """
         requests = sglang.sglang_server_concurrency * len(processes)
-        own = self._concurrency = -(-requests // senders)
-        config = self._sender_config = ServersSenderConfig(
+        self._concurrency = share = -(-requests // senders)
+        self._sender_config = config = ServersSenderConfig(
             client=self.client,
             requests=requests,
             vocab_size=vocab_size,
@@ -92,12 +92,12 @@ class ServersEngine:
         )
         self.router = router
         self.servers = Servers(
-            processes, lambda url: config.connect(url, own, keys.server, keys.admin), restarts=config.restarts
+            processes, lambda url: config.connect(url, share, keys.server, keys.admin), restarts=config.restarts
         )
         self._weights = WeightUpdates(self.servers, sglang, sender, self.receiver)
         put_into_use = self._weights.put_into_use
         self._health = Health(self.servers, sglang, vocab_size, router, put_into_use, unresponsive_seconds)
-        self._requests = Requests(self.servers, config, own, self.check_servers)
+        self._requests = Requests(self.servers, config, share, self.check_servers)
         self._pause_mode = sglang.pause_generation_mode
         self._senders: RemoteSenders | None = None
 
@@ -230,7 +230,8 @@ async def start_servers(
     """
     model = settings.model.hf_checkpoint
     assert model is not None
-    config, says_experts = read_config(model).get_text_config(), settings.rollout.use_rollout_routing_replay
+    config = read_config(model).get_text_config()
+    returns_experts = settings.rollout.use_rollout_routing_replay
     output_dir = Path(settings.tracking.output_dir).absolute()
 
     def log(name: str) -> LogFile:
@@ -255,7 +256,7 @@ async def start_servers(
         eos_ids=end_token_ids(model),
         unresponsive_seconds=settings.cluster.worker_timeout,
         keys=keys,
-        experts_shape=(config.num_hidden_layers, config.num_experts_per_tok) if says_experts else None,
+        experts_shape=(config.num_hidden_layers, config.num_experts_per_tok) if returns_experts else None,
         senders=settings.rollout.num_rollout_workers,
     )
     try:

@@ -84,7 +84,10 @@ class Health:
 
     async def close(self) -> None:
         """Stop watching, and stop the servers and the router."""
-        await cancel_all([*self._tasks, *([self._router_repair] if self._router_repair is not None else [])])
+        tasks = list(self._tasks)
+        if self._router_repair is not None:
+            tasks.append(self._router_repair)
+        await cancel_all(tasks)
         for server in self._servers.all:
             server.enter(ServerState.CLOSED)
         await asyncio.gather(*(server.process.stop() for server in self._servers.all))

@@ -71,8 +71,8 @@ class ServerProgram(ABC):
     python: str = sys.executable
 
     @classmethod
-    def of(cls, settings: Settings, device: str, number: int, keys: Keys, **own: Any) -> Self:
-        """Return server ``number`` of a run. Servers differ only in their seeds; ``own`` are fields of the class.
+    def of(cls, settings: Settings, device: str, number: int, keys: Keys, **more: Any) -> Self:
+        """Return server ``number`` of a run. Servers differ only in their seeds; ``more`` are fields of the subclass.
 
         It has all settings, because a server's command line gathers many sections.
         """
@@ -87,7 +87,7 @@ class ServerProgram(ABC):
             releases_memory=settings.offload(device).rollout,
             reads_images=has_vision_tower(settings.model, if_absent=False),
             reads_text=bool(settings.rollout.stop_texts),
-            **own,
+            **more,
         )
 
     @property
@@ -195,7 +195,7 @@ class ServerOnHost:
             process.wait_until(lambda: self._spec.is_ready(url), START_SECONDS)
         except ServerFailed as failure:
             self.stop()
-            if is_taken(self._host, port) or process.log.says(PORT_TAKEN):  # it may be free again
+            if is_taken(self._host, port) or process.log.mentions(PORT_TAKEN):  # it may be free again
                 raise PortTaken(str(failure)) from failure
             raise
         except BaseException:

@@ -88,7 +88,7 @@ class ServerLog:
         """Return the last lines of this start, below the name of the file."""
         return "\n".join([f"{self.path} ends:", *list(self.tail)[-TAIL_LINES:]])
 
-    def says(self, text: str) -> bool:
+    def mentions(self, text: str) -> bool:
         """Return whether one of the last lines of this start has ``text``, in small or capital letters."""
         return any(text in line.lower() for line in list(self.tail))
 

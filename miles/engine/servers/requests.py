@@ -31,7 +31,7 @@ class UsedServer(Protocol):
 
 
 class UsedServers(ABC):
-    """The servers, as those see them who send requests: the engine itself, or another process.
+    """The servers as a sender of requests sees them: the engine itself, or another process.
 
     Attributes:
         restarts: Whether failed servers are started again (``--use-fault-tolerance``).
@@ -242,7 +242,7 @@ class SeenServer:
 
 @dataclass(frozen=True)
 class SeenServers:
-    """What those must know of the servers who send requests.
+    """What a sender of requests must know of the servers.
 
     Attributes:
         version: Of the weights that every server in use should have, as in ``Servers``.

@@ -144,7 +144,8 @@ def read_generation(answer: dict[str, Any], vocab: int, with_support: bool = Fal
         # If the weights changed during the response, SGLang lists the runs as spans of token positions, in order.
         spans = meta.get("weight_versions") or ()
         runs = [(read_version(span["version"]), int(span["end"]) - int(span["start"])) for span in spans]
-        last, earlier = read_version(meta["weight_version"]), tuple(run for run in runs[:-1] if run[1] > 0)
+        last = read_version(meta["weight_version"])
+        earlier = tuple(run for run in runs[:-1] if run[1] > 0)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise EngineUnavailable(f"an answer that is no generation ({error!r}): {str(answer)[:300]}") from error
     if chosen != token_ids:

@@ -45,6 +45,6 @@ def server_program(settings: Settings, device: str, number: int, keys: Keys) -> 
         flags=settings.server_flags.server,
         is_deterministic=settings.training.deterministic_mode,
         fp32_head=settings.training.fp32_lm_head,
-        says_experts=settings.rollout.use_rollout_routing_replay,
+        returns_experts=settings.rollout.use_rollout_routing_replay,
         nodes=settings.nodes_per_engine,
     )

@@ -49,7 +49,7 @@ class SglangProgram(ServerProgram):
     Attributes:
         is_deterministic: Whether the seed of a request decides its answer, whatever else the server computes.
         fp32_head: Whether it computes its logits in fp32.
-        says_experts: Whether answers can contain the experts that were chosen.
+        returns_experts: Whether answers can contain the experts that were chosen.
         nodes: The nodes that its devices are on.
         node: Which of them this process is on, from 0. The process on the first one answers.
     """
@@ -58,7 +58,7 @@ class SglangProgram(ServerProgram):
 
     is_deterministic: bool = False
     fp32_head: bool = False
-    says_experts: bool = False
+    returns_experts: bool = False
     nodes: int = 1
     node: int = 0
 
@@ -90,7 +90,7 @@ class SglangProgram(ServerProgram):
             "--enable-memory-saver": self.releases_memory,
             "--enable-deterministic-inference": self.is_deterministic,
             "--enable-fp32-lm-head": self.fp32_head,
-            "--enable-return-routed-experts": self.says_experts,
+            "--enable-return-routed-experts": self.returns_experts,
         }
         defaults: list[Default] = [
             ("--tp-size", str(self.num_devices), ("--tp", "--tensor-parallel-size")),
@@ -122,7 +122,9 @@ class SglangProgram(ServerProgram):
             common["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{folder / 'store'}"
         if self.device != "cpu":
             return common
-        folders = [cpu_support(), *([] if self.reads_images else [cpu_support() / "without_images"])]
+        folders = [cpu_support()]
+        if not self.reads_images:
+            folders.append(cpu_support() / "without_images")
         path = os.pathsep.join(filter(None, [*map(str, folders), base.get("PYTHONPATH")]))
         # One thread per server: with more, and a busy neighbour, OpenMP's waiting threads starve the scheduler.
         # Ranks on the cores in turn: without it SGLang starts no more ranks than the host has memory nodes.

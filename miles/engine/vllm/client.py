@@ -63,7 +63,11 @@ class VllmClient(ServerClient):
         answer = await self._send("POST", "/v1/completions", body, self._seconds, self._key)
         with self._reading_log_probs(answer):
             entries = answer["choices"][0]["prompt_logprobs"][first - len(token_ids) :]
-            return [(int(token), float(entry["logprob"])) for (token, entry), *_ in (list(e.items()) for e in entries)]
+            pairs = []
+            for entry in entries:
+                (token, about), *_ = entry.items()  # the prompt's own token comes first
+                pairs.append((int(token), float(about["logprob"])))
+            return pairs
 
     async def check_health(self, version: int | None) -> None:
         """Ask for its health, then for its weights: the process that generates answers the second between two steps."""
@@ -131,7 +135,8 @@ def read_generation(answer: Mapping[str, Any], vocab: int, with_support: bool = 
         raise EngineUnavailable(f"an answer that is no generation ({error!r}): {str(answer)[:300]}") from error
     if chosen != token_ids or (token_ids and not runs):
         raise EngineUnavailable(f"an answer that is no generation, of other tokens: {str(answer)[:300]}")
-    last, earlier = runs[-1][0] if runs else 0, tuple(run for run in runs[:-1] if run[1] > 0)
+    last = runs[-1][0] if runs else 0
+    earlier = tuple(run for run in runs[:-1] if run[1] > 0)
     generation = checked_generation(Generation(token_ids, log_probs, reason, last, earlier), vocab, answer)
     if not with_support:
         return generation
@@ -223,7 +228,8 @@ class VllmReceiver(ServerReceiver):
     async def receive_broadcast(self, chunk: WeightChunk, group: str, version: int, last: bool) -> None:
         """Take part in the broadcasts of ``chunk``; see ``WeightReceiver``."""
         tensors = chunk.tensors.values()
-        dtypes, shapes = [str(t.dtype).removeprefix("torch.") for t in tensors], [list(t.shape) for t in tensors]
+        dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
+        shapes = [list(tensor.shape) for tensor in tensors]
         await self._update({"names": list(chunk.tensors), "dtypes": dtypes, "shapes": shapes}, chunk.nbytes, version)
 
     async def receive_shared(self, payloads: Sequence[bytes], nbytes: int, version: int, last: bool) -> None:
@@ -232,4 +238,5 @@ class VllmReceiver(ServerReceiver):
 
     async def _update(self, info: Any, nbytes: int, version: int) -> None:
         await self._client.transfer("/update_weights", {"update_info": info}, nbytes)
-        self._received, self._version = self._received + nbytes, version
+        self._received += nbytes
+        self._version = version

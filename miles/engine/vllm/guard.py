@@ -14,7 +14,7 @@ from typing import Any
 
 KEY, ADMIN_KEY = "MILES_SERVER_KEY", "MILES_SERVER_ADMIN_KEY"  # environment variables
 OPEN = ("/health",)
-NORMAL = ("/inference/v1/generate",)  # wants the key for generation; everything else wants that for control calls
+NORMAL = ("/inference/v1/generate",)  # wants the key for generation; everything else wants the key for control calls
 
 Receive = Callable[[], Awaitable[Mapping[str, Any]]]
 Send = Callable[[Mapping[str, Any]], Awaitable[None]]

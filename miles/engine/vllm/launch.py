@@ -89,6 +89,7 @@ class VllmProgram(ServerProgram):
         cpu = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": str(self.cache_gib)}
         if self.num_devices == 1:  # one process less: vLLM on CPU has its only worker in the engine's process then
             cpu["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        plugins = base.get("VLLM_PLUGINS")
         assert self.keys.server is not None and self.keys.admin is not None
         return {
             **(cpu | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if self.device == "cpu" else {}),
@@ -96,7 +97,7 @@ class VllmProgram(ServerProgram):
             "PYTHONPATH": str(path),
             "VLLM_SERVER_DEV_MODE": "1",  # pauses, weights and versions, behind the guard
             "VLLM_NO_USAGE_STATS": "1",
-            **({"VLLM_PLUGINS": f"{chosen},miles"} if (chosen := base.get("VLLM_PLUGINS")) is not None else {}),
+            **({} if plugins is None else {"VLLM_PLUGINS": f"{plugins},miles"}),
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked process would not run DIE_WITH_PARENT
             KEY: self.keys.server,
             ADMIN_KEY: self.keys.admin,

@@ -1,4 +1,4 @@
-"""Encode which elements of a tensor have changed, and what they are now: the form of a weight delta.
+"""Weight deltas: the form of a tensor's changes, their folder, its writer, and the copies of hosts that follow it.
 
 After an optimizer step with a small learning rate most bf16 weights are unchanged, because the step is less than half a
 unit in their last place. Elements are compared and copied as bits, so NaNs, negative zeros and every dtype are exact.
@@ -336,7 +336,8 @@ class DeltaWriter:
         folder = self._root / f"delta_{self._number:07d}"
         staging = folder.with_name(f".writing_{folder.name}")
         with self._lock, naming_disk(folder, staging, then=MAKE_ROOM):
-            weights, base = self._published, identity_of(self._records)
+            weights = self._published
+            base = identity_of(self._records)
             self._published, self._records, self._undo, self._before = {}, {}, {}, None  # until the update is complete
             self._remove_all_but_last()
             staging.mkdir(parents=True)
@@ -346,20 +347,20 @@ class DeltaWriter:
             with pool() as threads:
                 for number, chunk in enumerate(chunks):
                     of_chunk = _compare(weights, pack(chunk), threads)
-                    fits = fits and all(of.fits for of in of_chunk.values())
-                    changes = {name: of.change for name, of in of_chunk.items() if of.change is not None}
+                    fits = fits and all(one.fits for one in of_chunk.values())
+                    changes = {name: one.change for name, one in of_chunk.items() if one.change is not None}
                     if fits and changes:
                         name = f"delta-{number:05d}.safetensors"
                         files[name] = write_changes(staging / name, changes)
                     # Without the changes, which may be views of the exported weights and keep them all in memory.
-                    compared |= {name: replace(of, change=None) for name, of in of_chunk.items()}
+                    compared |= {name: replace(one, change=None) for name, one in of_chunk.items()}
             fits = fits and compared.keys() == weights.keys()
             self._published = {name: weights[name] for name in compared}
-            self._records = {name: of.record for name, of in compared.items()}
+            self._records = {name: one.record for name, one in compared.items()}
             if not fits:
                 shutil.rmtree(staging)
                 return None
-            self._undo = {name: of.undo for name, of in compared.items() if of.undo is not None}
+            self._undo = {name: one.undo for name, one in compared.items() if one.undo is not None}
             self._before = base
             size = write_manifest(staging, base, self._records, files) + sum(file["bytes"] for file in files.values())
             self._last = staging.rename(folder)
@@ -731,7 +732,8 @@ class CopiedWeights:
     sent: str
 
     def __iter__(self) -> Iterator[WeightChunk]:
-        follows, result = False, None
+        follows = False
+        result = None
         if isinstance(self.weights, OfferedWeights):
             result = self.weights.offer.result
             try:

@@ -80,7 +80,8 @@ class DiskDeltaTransport(Transport):
         updated: set[str] = set()  # by URL
         result = None
         if isinstance(chunks, OfferedWeights):
-            updated, result = await self._offer(delivery, chunks, version), chunks.offer.result
+            updated = await self._offer(delivery, chunks, version)
+            result = chunks.offer.result
         if all(receiver.url in updated for receiver in delivery.alive):
             return
         folder = await self._files.write(chunks, version)

@@ -17,12 +17,13 @@ class Glm4Moe(Llama):
     def shape(self, config: Config) -> Shape:
         """Return the fields of Megatron's ``TransformerConfig`` that ``config`` determines."""
         layers, dense = config["num_hidden_layers"], config["first_k_dense_replace"]
-        own = {
+        stated = {
             "add_qkv_bias": bool(config.get("attention_bias")),
             "qk_layernorm": bool(config.get("use_qk_norm")),
             "layernorm_epsilon": config.get("rms_norm_eps", 1e-5),
         }
-        return super().shape(config) | own | sigmoid_shape(config, [int(layer >= dense) for layer in range(layers)])
+        has_experts = [int(layer >= dense) for layer in range(layers)]
+        return super().shape(config) | stated | sigmoid_shape(config, has_experts)
 
     def layer(self, shape: Shape) -> dict[str, Binding]:
         """Return the parameters of a decoder layer, dense or with experts, both names relative to it."""

@@ -9,7 +9,8 @@ class Qwen3Moe(Llama):
 
     def shape(self, config: Config) -> Shape:
         """Return the fields of Megatron's ``TransformerConfig`` that ``config`` determines."""
-        dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
+        dense = config.get("mlp_only_layers") or []
+        step = config.get("decoder_sparse_step", 1)
         layers = range(config["num_hidden_layers"])
         return super().shape(config) | {
             "num_moe_experts": config.get("num_experts", config.get("num_local_experts")),

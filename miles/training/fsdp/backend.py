@@ -227,8 +227,8 @@ class FsdpBackend:
 
     def load(self, folder: Path, optimizer: bool = True, rng: bool = True, reference: bool = True) -> dict[str, Any]:
         """Read what ``save`` wrote, on any number of ranks."""
-        language_model, lora = self.policy.module.language_model, self.settings.lora
-        check_adapter(folder, lora, names_on_disk(language_model), "--load")
+        language_model = self.policy.module.language_model
+        check_adapter(folder, self.settings.lora, names_on_disk(language_model), "--load")
         whole = checkpoint.load_model(folder, language_model, self.policy.optimizer, optimizer)
         state: dict[str, Any] = whole["launcher"]
         if rng:

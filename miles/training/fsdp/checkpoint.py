@@ -19,13 +19,7 @@ from miles.config.settings import Settings
 from miles.models.base import HEADS_IN_CONFIG
 from miles.training.adapter_folder import check_adapter
 from miles.training.checkpoint_files import read_run_state, reference_folder, use_umask, write_run_state
-from miles.training.checkpoint_io import (
-    StagedFiles,
-    StagingWriter,
-    checked_index,
-    loading,
-    save_errors,
-)
+from miles.training.checkpoint_io import StagedFiles, StagingWriter, checked_index, loading, save_errors
 from miles.training.fsdp.adapter import add_adapter, merged_weights, names_on_disk, save_adapter
 from miles.training.fsdp.models import load_policy
 from miles.training.fsdp.runner import ShardedOptimizer
@@ -92,9 +86,10 @@ def load_model(folder: Path, model: nn.Module, optimizer: ShardedOptimizer, with
     state = _read_into(tensors, folder, "--load")
     _set_state(model, tensors["model"])
     if with_optimizer:
-        own = [{name: x for name, x in group.items() if name != "params"} for group in optimizer.adam.param_groups]
+        groups = optimizer.adam.param_groups
+        settings_of_run = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         state_dict.set_optimizer_state_dict(model, optimizer.adam, tensors["optimizer"])
-        for group, settings in zip(optimizer.adam.param_groups, own, strict=True):
+        for group, settings in zip(optimizer.adam.param_groups, settings_of_run, strict=True):
             group |= settings  # the state has replaced weight decay, betas and eps by the saved run's
         optimizer.steps_done = state["schedule"]["steps_done"]
     return state

@@ -114,7 +114,8 @@ def _in_rows(
     reused = kwargs.pop("prev_topk_indices", None)
     del kwargs["attention_mask"]
     rows_of = _rows_of(packed, hidden_states)
-    out, chosen = torch.zeros_like(hidden_states), []
+    out = torch.zeros_like(hidden_states)
+    chosen: list[torch.Tensor] = []
     for number, (to_cells, from_cells) in enumerate(rows_of):
         if reused is not None:
             kwargs["prev_topk_indices"] = reused[number]
@@ -212,7 +213,8 @@ class ShardedModule(nn.Module, Generic[Scorer]):
         body: Any = self.language_model.base_model
         inputs: dict[str, Any] = {"input_ids": ids}
         if self.tower is not None:
-            body, inputs = body.language_model, self.tower.inputs(ids, micro.images)
+            body = body.language_model
+            inputs = self.tower.inputs(ids, micro.images)
             if micro.images is not None and micro.images.positions is not None:
                 positions = micro.images.positions.view(3, micro.rows, -1)
         states: torch.Tensor = body(
@@ -404,13 +406,14 @@ class NothingToReduce(ReduceScatter):
 
 
 def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """Return the layers of a model's body and the name of their list: ``layers`` in most, ``h`` or ``blocks``.
+    """Return the name of the list of layers in a model's body (``layers`` in most, ``h`` or ``blocks``), and the list.
 
-    It is the first list: what else is one, such as experts, is in the layers.
+    It is the first list of the body: others, such as lists of experts, are inside the layers.
     """
     within = "language_model." if reads_images(model.config.to_dict()) else ""  # the tower has layers too
     modules = model.base_model.named_modules()
-    return next((n, module) for n, module in modules if isinstance(module, nn.ModuleList) and n.startswith(within))
+    lists = ((name, module) for name, module in modules if isinstance(module, nn.ModuleList))
+    return next((name, layers) for name, layers in lists if name.startswith(within))
 
 
 def shard_model(

@@ -91,14 +91,15 @@ def compare_with_transformers(policy: Policy, name: str, parallel: ParallelArgum
         ValueError: They differ by more, with the figures and what to do.
     """
     model = policy.language_model
-    kind, allowed = model_type(model.config.to_dict()), math.sqrt(torch.finfo(model.dtype).eps)
+    kind = model_type(model.config.to_dict())
+    allowed = math.sqrt(torch.finfo(model.dtype).eps)
     was_training = model.training
     model.eval()
     with torch.no_grad():
-        own = own_log_probs(policy)
+        expected = own_log_probs(policy)
         padded = layout_log_probs(policy, name, packed=False)
         rule = f"{name}: log-probs of a {kind} differ from transformers'"
-        _check_difference(own, padded, allowed, rule, "choose another model")
+        _check_difference(expected, padded, allowed, rule, "choose another model")
         if not parallel.pads:
             packed = layout_log_probs(policy, name, packed=True)
             rule = f"{name}: log-probs of a {kind} depend on the samples that are packed before"
@@ -175,7 +176,8 @@ def _tiny_batch(model: PreTrainedModel) -> TrainBatch:
         drawn: list[int] = rng.integers(0, embeddings.num_embeddings, count).tolist()
         return drawn
 
-    groups, total = [], 0
+    groups = []
+    total = 0
     for index, (prompt_length, responses) in enumerate(_GROUPS):
         prompt = Prompt("", tuple(tokens(prompt_length)))
         samples = [Sample(prompt, index, total + i, tokens(n), "", [1] * n, [0.0] * n) for i, n in enumerate(responses)]

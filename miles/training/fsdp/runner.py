@@ -154,10 +154,10 @@ class FsdpBaseModel(FsdpModel[Scorer]):
     def forward(
         self, shard: TrainShard, plans: Sequence[MicroBatchPlan], function: Callable[[MicroBatch, Scorer], Result]
     ) -> list[Result]:
-        """Run ``plans`` without the adapter, and with its own experts choice."""
-        own = replace(shard, batch=replace(shard.batch, experts=None))
+        """Run ``plans`` without the adapter, and with the experts that its own routers choose."""
+        without_experts = replace(shard, batch=replace(shard.batch, experts=None))
         with without_adapter(self.module.language_model):
-            return super().forward(own, plans, function)
+            return super().forward(without_experts, plans, function)
 
 
 class FsdpTrainedModel(FsdpModel[Scorer]):

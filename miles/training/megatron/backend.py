@@ -294,14 +294,14 @@ class MegatronBackend:
         check_adapter(folder, self.settings.lora, [] if adapter is None else adapter.names, "--load")
         state = checkpoint.load(folder, self.policy.stage, self.policy.optimizer, self.ranks, optimizer, rng)
         if self.critic is not None:
-            model, own = self.critic.stage, self.critic.optimizer
-            checkpoint.load(saved_critic(folder), model, own, self.ranks, optimizer, rng=False)
+            within = saved_critic(folder)
+            checkpoint.load(within, self.critic.stage, self.critic.optimizer, self.ranks, optimizer, rng=False)
         if not reference:
             return state
-        within = saved_reference(folder, self.settings.model.ref_update_interval, self.reference is not None)
-        if within is not None:
+        saved = saved_reference(folder, self.settings.model.ref_update_interval, self.reference is not None)
+        if saved is not None:
             assert self.following is not None, "validate() demands a reference"
-            self.following.load(within)
+            self.following.load(saved)
         return state
 
     def export_hf(self, folder: Path) -> None:
@@ -327,16 +327,15 @@ class FollowingReference:
         self._stage = stage
         self._ranks = ranks
         self._alpha = alpha
-        self._own = named_weights(stage)
-        self.exact = {name: w.detach() if alpha == 1 else w.detach().float() for name, w in self._own.items()}
-        self._exact_of = {id(weight): self.exact[name] for name, weight in self._own.items()}
+        self._weights = named_weights(stage)
+        self.exact = {name: w.detach() if alpha == 1 else w.detach().float() for name, w in self._weights.items()}
+        self._exact_of = {id(weight): self.exact[name] for name, weight in self._weights.items()}
 
     def check(self, policy: PolicyModel, path: str | None) -> None:
         """Raise ``ValueError`` if the reference at ``path`` has other weights than ``policy``."""
-        of_policy = {
-            name: w for name, w in named_weights(policy).items() if not name.startswith("mtp.")
-        }  # it alone has heads
-        check_can_follow(self._own, of_policy, path)
+        # The policy alone has heads of multi-token prediction.
+        of_policy = {name: w for name, w in named_weights(policy).items() if not name.startswith("mtp.")}
+        check_can_follow(self._weights, of_policy, path)
 
     def follow(self, policy: PolicyModel) -> None:
         """Copy the weights of ``policy``, or mix them in."""
@@ -356,7 +355,7 @@ class FollowingReference:
 
     @torch.no_grad()
     def _compute_with_exact(self) -> None:
-        for name, weight in self._own.items():
+        for name, weight in self._weights.items():
             weight.copy_(self.exact[name])  # itself, unless weights are mixed
 
 
@@ -376,8 +375,9 @@ def named_weights(stage: PolicyModel) -> dict[str, torch.Tensor]:
 def export(settings: Settings, checkpoint_folder: Path, folder: Path) -> None:
     """Write the weights of ``checkpoint_folder`` into ``folder`` as ``MegatronBackend.export_hf`` would. One rank."""
     build = MegatronModelBuilder(settings, torch.device("cpu"), total_steps=1)
-    has_adapter, names = settings.lora.trains_adapter, list[str]()
+    has_adapter = settings.lora.trains_adapter
     policy = build.load(build.hf_config, build.hf_weights if has_adapter else None, is_trained=True)
+    names: list[str] = []
     if has_adapter:
         names = add_adapter(policy, build.converter, settings.lora, build.hf_config.model_type, build.ranks).names
     check_adapter(checkpoint_folder, settings.lora, names, str(checkpoint_folder))

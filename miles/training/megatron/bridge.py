@@ -116,15 +116,16 @@ def _check_kind(provider: Any) -> None:
     for field in fields(GPTModelProvider):
         default = field.default if field.default_factory is MISSING else field.default_factory()
         value = getattr(provider, field.name)
-        says_none = field.name == "mtp_num_layers" and not value  # 0 as well
-        if field.name not in known and value != default and not says_none:
+        means_none = field.name == "mtp_num_layers" and not value  # 0 as well
+        if field.name not in known and value != default and not means_none:
             raise _refusal(field.name, value, "--train-backend megatron does not compute it")
 
 
 def _check_model(provider: Any, config: PretrainedConfig) -> None:
     """Check that the values of known fields are those that were compared with transformers."""
     vocabulary = vocabulary_shape(config.to_dict())
-    tied, share = not vocabulary["untie_embeddings_and_output_weights"], vocabulary["rotary_percent"]
+    tied = not vocabulary["untie_embeddings_and_output_weights"]
+    share = vocabulary["rotary_percent"]
     rules: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         ("position_embedding_type", lambda v: v == "rope", "positions are rotary"),
         ("rotary_percent", lambda v: v == share, f"its rope_parameters say that {share} of a head is rotated"),

@@ -424,12 +424,12 @@ def _read(
         turns, names = zip(*gather_objects((len(buckets), {part.key for part in nested_values(parts)})), strict=True)
         _check_holds_only(folder, policy, set().union(*names), flag)
         for turn in range(max(turns)):
-            mine = buckets[turn] if turn < len(buckets) else {}
+            bucket = buckets[turn] if turn < len(buckets) else {}
             with checkpoint_io.loading(folder, flag):
                 tensors = dist_checkpointing.load(
-                    _empty(mine, kinds, "cpu"), str(folder), validate_access_integrity=False
+                    _empty(bucket, kinds, "cpu"), str(folder), validate_access_integrity=False
                 )
-            for name, described in mine.items():
+            for name, described in bucket.items():
                 yield described.data, tensors.pop(name)  # frees the bucket before the next one is read
     except CheckpointingException as error:
         raise ValueError(

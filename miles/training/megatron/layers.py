@@ -1,4 +1,7 @@
-"""Norms: torch's, because Megatron's wrapper of them refuses sequence parallel, which needs only a mark."""
+"""The layers of Megatron's model: norms, rotary positions, latent attention, and the specs that combine them.
+
+Norms are torch's, because Megatron's wrapper of them refuses sequence parallel, which needs only a mark.
+"""
 
 import math
 from typing import Any
@@ -85,7 +88,8 @@ def inverse_frequencies(config: PretrainedConfig) -> torch.Tensor:
         exponents = torch.arange(0, width, 2, dtype=torch.int64).float() / width
         inverse: torch.Tensor = 1.0 / (rope["rope_theta"] ** exponents)
         return inverse
-    kinds = FIXED_KINDS + OF_LATENT_ATTENTION * (getattr(config, "kv_lora_rank", None) is not None)
+    is_latent = getattr(config, "kv_lora_rank", None) is not None
+    kinds = FIXED_KINDS + OF_LATENT_ATTENTION if is_latent else FIXED_KINDS
     if kind not in kinds:
         raise ValueError(
             f"--hf-checkpoint: its config has rope_type {kind}, and --train-backend megatron computes default, "

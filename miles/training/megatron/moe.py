@@ -214,7 +214,9 @@ class BalancedRouter(TopKRouter):
 
     def _loss(self, logits: torch.Tensor, routing_map: torch.Tensor, tokens: RoutedTokens) -> torch.Tensor:
         """Return this rank's share of the layer's losses, scaled for its gradient. ``logits`` [S * B, E], fp32."""
-        step, groups, experts = tokens.step, len(tokens.group_tokens), logits.shape[-1]
+        step = tokens.step
+        groups = len(tokens.group_tokens)
+        experts = logits.shape[-1]
         assert step.routed_tokens or not len(tokens.position)
         count = max(step.routed_tokens, 1.0)
 

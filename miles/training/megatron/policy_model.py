@@ -289,8 +289,8 @@ class PolicyModel(GPTModel):
             packed_seq_params=packed_seq_params,
             embedding=self.embedding,
         )
-        own, *of_heads = everything.chunk(1 + self.config.mtp_num_layers)
-        return attach(own, self._mtp_loss(of_heads, packed_seq_params))
+        of_decoder, *of_heads = everything.chunk(1 + self.config.mtp_num_layers)
+        return attach(of_decoder, self._mtp_loss(of_heads, packed_seq_params))
 
     def _mtp_loss(self, of_heads: list[torch.Tensor], packed: PackedTokens) -> torch.Tensor:
         """Return this rank's share of the loss of packed_tokens.py, scaled for its gradient."""

@@ -144,25 +144,25 @@ class RawConverter:
                 continue
             binding = self.names.binding(name)
             here = location.pp_rank == self.ranks.pp.rank() and location.ep_rank in (-1, self.ranks.ep.rank())
-            own_dtype = torch.float32 if binding.is_buffer else dtype
+            exported_dtype = torch.float32 if binding.is_buffer else dtype
             shard = None
             if here:
-                held = local[name]
-                whole_or_part = value(held) if isinstance(held, torch.nn.Parameter) else held
-                shard = whole_or_part.detach().to(own_dtype).contiguous()
-            tensors = self._gathered(binding, location, shard, own_dtype)
+                tensor = local[name]
+                exported = value(tensor) if isinstance(tensor, torch.nn.Parameter) else tensor
+                shard = exported.detach().to(exported_dtype).contiguous()
+            tensors = self._gathered(binding, location, shard, exported_dtype)
             yield from zip(binding.hf_names, tensors, strict=True)
 
     def _local(self, model: PolicyModel) -> dict[str, torch.Tensor]:
         """Return this rank's parameters, and the biases of its experts, by their names in the whole model."""
         first_expert = self.ranks.ep.rank() * self._experts_per_rank
-        return {
-            _global_name(n, first_layer, first_expert): tensor
-            for chunk in model.chunks
-            for first_layer in (get_transformer_layer_offset(chunk.config, chunk.vp_stage, self.ranks.pp.rank()),)
-            for n, tensor in (*chunk.named_parameters(), *expert_biases(chunk))
-            if chunk.is_of_checkpoint(n)
-        }
+        local: dict[str, torch.Tensor] = {}
+        for chunk in model.chunks:
+            first_layer = get_transformer_layer_offset(chunk.config, chunk.vp_stage, self.ranks.pp.rank())
+            for name, tensor in (*chunk.named_parameters(), *expert_biases(chunk)):
+                if chunk.is_of_checkpoint(name):
+                    local[_global_name(name, first_layer, first_expert)] = tensor
+        return local
 
     def linear_layers(self, model: PolicyModel) -> list[LinearLayer]:
         """Return the decoder's linear layers of a chunk that can get an adapter, by their names in the whole model."""
@@ -170,19 +170,19 @@ class RawConverter:
         layers = []
         for name, module in linear_layers(model):
             binding = self.names.binding(f"{_global_name(name, first_layer, 0)}.weight")
-            held = tuple(hf_name.removesuffix(".weight") for hf_name in binding.hf_names)
-            if not (model.config.num_moe_experts and any(map(is_in_experts, held))):
-                layers.append(LinearLayer(module, held, binding.layout))
+            hf_names = tuple(hf_name.removesuffix(".weight") for hf_name in binding.hf_names)
+            if not (model.config.num_moe_experts and any(map(is_in_experts, hf_names))):
+                layers.append(LinearLayer(module, hf_names, binding.layout))
         return layers
 
     def _whole_model(self, local: dict[str, torch.Tensor]) -> dict[str, _Location]:
         """Return where every parameter of the model is, in order."""
         pp_rank, ep_rank = self.ranks.pp.rank(), self.ranks.ep.rank()
-        mine = {
+        here = {
             name: _Location(tuple(p.shape), pp_rank, ep_rank if self.names.binding(name).is_expert else -1)
             for name, p in local.items()
         }
-        of_stage = gather_objects(mine, self.ranks.ep)
+        of_stage = gather_objects(here, self.ranks.ep)
         merged: dict[str, _Location] = {}
         for locations in gather_objects([entry for part in of_stage for entry in part.items()], self.ranks.pp):
             merged |= dict(locations)

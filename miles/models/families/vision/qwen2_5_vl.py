@@ -108,12 +108,14 @@ def attention_within_parts(
     from torch.nn import functional as F
 
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    sizes, lengths = sorted(set(parts)), np.array(parts)
+    sizes = sorted(set(parts))
+    lengths = np.array(parts)
     places = np.argsort(np.repeat(lengths, lengths), kind="stable")  # parts of one size together
     order = torch.from_numpy(places).to(query.device)
     if len(sizes) > 1:
         q, k, v = (x[order] for x in (q, k, v))
-    attended, start = [], 0
+    attended = []
+    start = 0
     for size in sizes:
         end = start + size * parts.count(size)
         qr, kr, vr = (x[start:end].unflatten(0, (-1, size)).transpose(1, 2) for x in (q, k, v))

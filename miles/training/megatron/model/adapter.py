@@ -90,7 +90,8 @@ class LayerAdapter(nn.Module):
         self.hf_names = layer.hf_names
         self.rows, self.blocks, self.is_row_parallel = layer.rows, layer.blocks, layer.is_row_parallel
         self.scaling = lora.lora_alpha / lora.lora_rank
-        self.dropout, self.mode = lora.lora_dropout, mode
+        self.dropout = lora.lora_dropout
+        self.mode = mode
         self.tp: dist.ProcessGroup = linear.tp_group
         self.is_sequence_parallel: bool = linear.sequence_parallel and self.tp.size() > 1
         self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
@@ -256,16 +257,16 @@ class Adapter(nn.Module):
         Raises:
             ValueError: On every rank, if a name of ``--target-modules`` is no linear layer.
         """
-        mine: dict[str, tuple[int, int]] = {}
+        sizes_here: dict[str, tuple[int, int]] = {}
         for layer, name, part, parameter in self.parameters_by_name():
             size = layer.tp.size()
-            inputs, outputs = mine.get(name, (0, 0))
+            inputs, outputs = sizes_here.get(name, (0, 0))
             if part == "lora_A":
                 inputs = parameter.shape[1] * (size if layer.divides(part) else 1)
             else:
                 outputs = parameter.shape[0] * (size if layer.divides(part) else 1)
-            mine[name] = inputs, outputs
-        stages = gather_objects((self.linear_names, mine), pipeline)
+            sizes_here[name] = inputs, outputs
+        stages = gather_objects((self.linear_names, sizes_here), pipeline)
         linear = [name for names, _ in stages for name in names]
         check_layer_names(self.lora, linear, "the model")
         self.places = {
