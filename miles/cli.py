@@ -117,8 +117,8 @@ def _run(words: Sequence[str]) -> int:
 @contextmanager
 def _printing_help(words: Sequence[str]) -> Iterator[None]:
     """Print what argparse prints if the words ask for help: argparse hides that it could not be written."""
-    own = words[: words.index("--")] if "--" in words else words
-    if not {"-h", "--help", "--version"} & {*own}:
+    own_words = words[: words.index("--")] if "--" in words else words  # the others are of another command
+    if not {"-h", "--help", "--version"} & {*own_words}:
         yield
         return
     text = io.StringIO()
@@ -130,7 +130,7 @@ def _printing_help(words: Sequence[str]) -> Iterator[None]:
 
 
 def _last_line(words: Sequence[str]) -> str:
-    """Return what is said when Ctrl-C ends the command. A run reports it itself (run/failures.py)."""
+    """Return the line that is printed when Ctrl-C ends the command. A run reports it itself (run/failures.py)."""
     if words[:1] == ["train"]:
         return f"{program()}: stopped by SIGINT; no run was active"
     return f"{' '.join(['miles', *words[:1]])}: stopped by SIGINT"

@@ -78,7 +78,8 @@ def _check(options: argparse.Namespace) -> list[CheckResult]:
     settings, notes = without_effect(Settings(reward=_reward(options)))
     for note in notes:
         print(f"{note.written}: has no effect ({note.why})")
-    reward, errors = settings.reward, Errors()
+    reward = settings.reward
+    errors = Errors()
     errors.declared(reward)
     check_reward(reward, True, errors)
     errors.raise_if_any()

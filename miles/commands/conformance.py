@@ -34,7 +34,7 @@ BASES: dict[str, dict[str, Any]] = {
     "openrlhf": {},
 }
 ACTOR = "actor_rollout_ref.actor."
-EQUAL = 1e-4  # relative distance of gradients in fp32 from float64; theirs are float64
+EQUAL = 1e-4  # relative distance of our gradients, in fp32, from the trainers', in float64
 SEED = 1
 
 
@@ -118,8 +118,8 @@ def compared(name: str, folder: Path) -> list[ComparedLoss]:
     if ended.returncode:
         last = (ended.stderr.strip().splitlines() or ["no message"])[-1]
         raise InputError(f"{PACKAGES[name][0]}: its process failed: {one_line(last, 300)}")
-    theirs = json.loads(ended.stdout.strip().splitlines()[-1])
-    return [_row(name, case, cases[case], drawn, result) for case, result in zip(cases, theirs, strict=True)]
+    results = json.loads(ended.stdout.strip().splitlines()[-1])
+    return [_row(name, case, cases[case], drawn, result) for case, result in zip(cases, results, strict=True)]
 
 
 def _for_trainer(name: str, settings: Any) -> Any:
@@ -128,7 +128,7 @@ def _for_trainer(name: str, settings: Any) -> Any:
     return {**BASES[name], **settings} if name == "trl" else settings
 
 
-def _row(name: str, case: str, settings: Any, drawn: dict[str, Any], theirs: dict[str, Any]) -> ComparedLoss:
+def _row(name: str, case: str, settings: Any, drawn: dict[str, Any], result: dict[str, Any]) -> ComparedLoss:
     import torch
 
     from miles.commands.conformance_parts.batch import our_gradient, paper_gradient, settled
@@ -138,12 +138,13 @@ def _row(name: str, case: str, settings: Any, drawn: dict[str, Any], theirs: dic
     translation = Translation(_document(name, settings), launcher.table())
     objective = launcher.translate(translation)
     loss = settled(parse(translation.words).loss)
-    their_gradient = torch.tensor(theirs["gradient"], dtype=torch.float64)
-    results = [our_gradient(loss, drawn), paper_gradient(loss, drawn)]
-    ours, paper = (float((gradient - their_gradient).norm() / their_gradient.norm()) for _, gradient in results)
+    their_gradient = torch.tensor(result["gradient"], dtype=torch.float64)
+    our_loss, gradient = our_gradient(loss, drawn)
+    gradients = (gradient, paper_gradient(loss, drawn)[1])
+    ours, paper = (float((each - their_gradient).norm() / their_gradient.norm()) for each in gradients)
     why = [] if objective is None or objective.exact else [f"depends on {objective.depends}"]
     why += [entry.why for entry in translation.differences if entry.worst < 2 and "process" not in entry.why]
-    return ComparedLoss(case, translation.loss, theirs["loss"] / results[0][0], ours, paper, "; ".join(why))
+    return ComparedLoss(case, translation.loss, result["loss"] / our_loss, ours, paper, "; ".join(why))
 
 
 def _document(name: str, settings: Any) -> Document:

@@ -255,7 +255,8 @@ def _free_range() -> tuple[int, int]:
 
 def check_open_files(soft: int, hard: int) -> MachineFinding:
     """Check the limit of open files: Ray, and servers with many requests, need thousands."""
-    result, facts = f"up to {soft}", {"soft": soft, "hard": hard}
+    result = f"up to {soft}"
+    facts = {"soft": soft, "hard": hard}
     if hard != resource.RLIM_INFINITY and hard < LEAST_FILES:
         remedy = f"raise the hard limit, ulimit -Hn {LEAST_FILES}"
         return MachineFinding("open files", State.NOTE, result, "limits requests to a server", remedy, facts)
@@ -428,14 +429,12 @@ OTHERS = (
 def install_command(extra: str = "", no_deps: Sequence[str] = ()) -> str:
     """Return the command that installs miles with ``extra``, and ``no_deps`` without dependencies."""
     root = Path(miles.__file__).parents[1]
-    name = f"miles[{extra}]" if extra else "miles"
-    pip = "pip install"
     if (root / "constraints.txt").is_file():  # a checkout
-        pip, name = f"pip install -c {root / 'constraints.txt'}", f"-e '{root}[{extra}]'" if extra else f"-e {root}"
+        package = f"-e '{root}[{extra}]'" if extra else f"-e {root}"
+        command = f"pip install -c {root / 'constraints.txt'} {package}"
     else:
-        name = f"'{name}'"
-    after = f" && pip install --no-deps {' '.join(no_deps)}" if no_deps else ""
-    return f"{pip} {name}{after}"
+        command = f"pip install 'miles[{extra}]'" if extra else "pip install 'miles'"
+    return command + (f" && pip install --no-deps {' '.join(no_deps)}" if no_deps else "")
 
 
 def check_packages(quick: bool, seconds: float, of_vllm: str | None = None) -> Iterator[MachineFinding]:

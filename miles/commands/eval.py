@@ -177,7 +177,8 @@ class Benchmark:
         for row in table:
             try:
                 entry = {"input": self.prompt.format_map(row)}
-                entry |= {"label": str(row[self.label])} if self.label is not None else {}
+                if self.label is not None:
+                    entry["label"] = str(row[self.label])
                 yield entry | {"metadata": {key: _without_nulls(row[key]) for key in self.metadata}}
             except KeyError as error:
                 there = ", ".join(table.column_names)
@@ -229,7 +230,8 @@ def benchmark_settings(
         name, _, source = word.partition("=")
         if name not in BENCHMARKS:
             raise InputError(f"--benchmarks {name}: no such benchmark; give some of {', '.join(BENCHMARKS)}")
-        chosen, rows = BENCHMARKS[name], folder / f"{name}.jsonl"
+        chosen = BENCHMARKS[name]
+        rows = folder / f"{name}.jsonl"
         with rows.open("w", encoding="utf-8") as file:
             file.writelines(json.dumps(row) + "\n" for row in chosen.rows(name, source or None))
         data = replace(

@@ -117,7 +117,8 @@ def _refused_in_one_sentence(name: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, httpx.HTTPError) as error:
-        cause = one_line(hide_in_text(str(error), [token for token in [get_token()] if token]), LONGEST_CAUSE).strip()
+        token = get_token()
+        cause = one_line(hide_in_text(str(error), [token] if token else []), LONGEST_CAUSE).strip()
         raise InputError(
             f"--push-to-hub {name}: the hub refuses it, or cannot be reached ({cause}); "
             "give a token that may write there (HF_TOKEN, or hf auth login), and check the name and the network"
@@ -163,7 +164,8 @@ def _curve(run: SavedRun, last: int) -> list[str]:
     names = [name for name in _CURVES if name in metrics.names][:1]
     names += [name for name in metrics.names if name.startswith("eval/") and name.endswith(("/reward", "/loss"))]
     lines = [f"| step | {' | '.join(names)} |", f"|{'---|' * (len(names) + 1)}"]
-    rows, begin = min(MOST_ROWS, len(steps)), 0
+    rows = min(MOST_ROWS, len(steps))
+    begin = 0
     for row in range(rows):
         end = (row + 1) * len(steps) // rows
         values = ([v for v in metrics.column(name)[begin:end] if math.isfinite(v)] for name in names)
@@ -181,6 +183,8 @@ def _command(run: SavedRun) -> str:
             if section == "server_flags":
                 words.append([PREFIXES[name] + word[2:] if word.startswith("--") else word for word in value])
             elif not run.header.is_default(section, name):
-                several = value if isinstance(value, list) else [] if isinstance(value, bool) else [value]
+                several = value if isinstance(value, list) else [value]
+                if isinstance(value, bool):  # a switch
+                    several = []
                 words.append([flag_name(name), *map(str, several)])
     return " \\\n    ".join(shlex.join(public_words(flag)) for flag in words if flag)

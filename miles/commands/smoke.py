@@ -497,7 +497,8 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--folder {options.folder}: is there already; give a new one")
     try:
         expectations = [Expectation.parse(text) for text in options.expect]
-        expectations += read_expectations(options.expect_file) if options.expect_file is not None else []
+        if options.expect_file is not None:
+            expectations += read_expectations(options.expect_file)
     except InputError as error:
         parser.error(str(error))
     model = [] if options.model is None else ["--hf-checkpoint", options.model]

@@ -64,7 +64,8 @@ REQUIRED = {
 
 def report(name: str, translation: Translation, objective: ForeignObjective | None) -> str:
     """Return the text of ``miles translate`` for a file of the trainer called ``name``."""
-    settings, version = len(translation.document.settings), translation.table.version
+    settings = len(translation.document.settings)
+    version = translation.table.version
     differs = [*_objective(objective), *_entries(translation.differences)]
     unread = [*_settings(translation.unread), *_elsewhere(translation.document.elsewhere.values())]
     parts = [
@@ -128,11 +129,11 @@ def _objective(objective: ForeignObjective | None) -> list[str]:
     """Return how far the weights of the tokens are from the original's in an uneven batch."""
     if objective is None or objective.exact:
         return []
-    ours = objective.ours(objective.mode)
+    our_mode = objective.ours(objective.mode)
     weights = token_weights(objective.reduce, UNEVEN)
     pairs = zip(UNEVEN.responses, weights, strict=True)
     total = sum(response.tokens * abs(weight) for response, weight in pairs)
-    share = distance(objective.reduce, ours, UNEVEN) / total
+    share = distance(objective.reduce, our_mode, UNEVEN) / total
     sentence = (
         f"{objective.setting} -> {' '.join(objective.words)}: {objective.formula} there, {objective.our_formula} "
         f"here; it depends on {objective.depends}. In the uneven batch of docs/translate.md the weights of the tokens "

@@ -128,7 +128,7 @@ def _exiting_on_wrong_flags() -> Iterator[None]:
         yield
     except ValueError as error:
         messages = error.messages if isinstance(error, FlagError) else [str(error)]
-        own = {flag_name(field): section for field, section in section_of().items()}
-        groups = {files.FLAG: "configuration files"} | own | dict.fromkeys(FOREIGN_FLAGS, OTHERS)
+        sections = {flag_name(field): section for field, section in section_of().items()}
+        groups = {files.FLAG: "configuration files"} | sections | dict.fromkeys(FOREIGN_FLAGS, OTHERS)
         print(report(messages, groups), file=sys.stderr)
         raise SystemExit(2) from None

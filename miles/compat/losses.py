@@ -1,8 +1,8 @@
-"""Call a whole loss of a related launcher, as slime: ``loss(args, batch, logits, sum_of_sample_mean)``.
+"""Call a whole loss of a related launcher such as slime: ``loss(args, batch, logits, sum_of_sample_mean)``.
 
-Related launchers call ``loss(args, batch, logits, sum_of_sample_mean)`` for a micro-batch, and divide the result by the
-step's count: its trajectories N, or per token its tokens T. So does this file. ``sum_of_sample_mean`` is the default
-reducer times that count, so a loss that reduces with it is the same for every split of the step.
+Related launchers call it for a micro-batch, and divide the result by the step's count: its trajectories N, or per token
+its tokens T. So does this file. ``sum_of_sample_mean`` is the default reducer times that count, so a loss that reduces
+with it is the same for every split of the step.
 """
 
 from __future__ import annotations
@@ -102,13 +102,14 @@ def get_log_probs_and_entropy(
     """
     import torch
 
-    own = [len(tokens) for tokens in logits.tokens], list(logits.response_lengths)
-    is_own = ([int(n) for n in total_lengths], [int(n) for n in response_lengths]) == own
-    if not (is_own and all(torch.equal(a, b) for a, b in zip(unconcat_tokens, logits.tokens, strict=True))):
+    lengths = list(logits.response_lengths)
+    asked = [int(n) for n in total_lengths], [int(n) for n in response_lengths]
+    has_lengths = asked == ([len(tokens) for tokens in logits.tokens], lengths)
+    if not (has_lengths and all(torch.equal(a, b) for a, b in zip(unconcat_tokens, logits.tokens, strict=True))):
         raise InputError(f"the loss asks for log-probs of other tokens than the samples': {NO_LOGITS}")
-    outputs = {"log_probs": list(logits.log_probs.split(own[1]))}
+    outputs = {"log_probs": list(logits.log_probs.split(lengths))}
     if with_entropy:
-        outputs["entropy"] = list(logits.entropy.split(own[1]))
+        outputs["entropy"] = list(logits.entropy.split(lengths))
     return logits.log_probs.new_empty((0,)), outputs
 
 
@@ -167,7 +168,8 @@ def four_argument_loss(
         ValueError: If it returns anything but a scalar tensor, or that and numbers by name.
         InputError: If it reads what is not here.
     """
-    loss, path = objective.flags, objective.flags.custom_loss_function_path
+    loss = objective.flags
+    path = loss.custom_loss_function_path
     assert path is not None, "validate() demands --custom-loss-function-path"
     tokens = sample_tokens(micro)
     if not micro.response_lengths:
@@ -213,21 +215,19 @@ def _call(
 
 
 def _batch(whole: MicroBatch, tokens: Sequence[torch.Tensor], log_probs: torch.Tensor) -> Batch:
-    lengths, columns = list(whole.response_lengths), token_columns(whole, log_probs)
-    mask_sums = whole.trajectory_token_counts.detach()
+    lengths = list(whole.response_lengths)
+    columns = token_columns(whole, log_probs)
     batch = Batch(
         unconcat_tokens=list(tokens),
         tokens=list(tokens),
         total_lengths=list(whole.total_lengths),
         response_lengths=lengths,
         loss_masks=list(whole.loss_mask.split(lengths)),
-        rollout_mask_sums=mask_sums,
+        rollout_mask_sums=whole.trajectory_token_counts.detach(),
     )
-    for name in _COLUMNS:
-        column = columns[_NAMES.get(name, name)]
-        if column is not None:
-            batch[name] = list(column.split(lengths))
-    for name, column in (("values", whole.values), ("returns", whole.returns)):
+    offered = {name: columns[_NAMES.get(name, name)] for name in _COLUMNS}
+    offered |= {"values": whole.values, "returns": whole.returns}
+    for name, column in offered.items():
         if column is not None:
             batch[name] = list(column.split(lengths))
     return batch
@@ -292,7 +292,8 @@ def try_four_arguments(
     from miles.types.groups import ALONE
     from miles.types.train_batch import MicroBatch
 
-    ones, index = torch.ones(1, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    ones = torch.ones(1, device=device)
+    index = torch.zeros(1, dtype=torch.int64, device=device)
     tokens = torch.zeros(2, dtype=torch.int64, device=device)
     has_critic = loss.has_critic
     whole = MicroBatch(
@@ -329,10 +330,7 @@ def try_four_arguments(
 _LOSS = {
     f"{package}.{module}"
     for package in ("slime", "miles")
-    for module in (
-        *("backends.megatron_utils.loss", "backends.training_utils.loss"),
-        *("utils.ppo_utils", "utils.types"),
-    )
+    for module in ("backends.megatron_utils.loss", "backends.training_utils.loss", "utils.ppo_utils", "utils.types")
 }
 _PACKAGES = {name.rsplit(".", depth)[0] for name in _LOSS for depth in (1, 2, 3)} - _LOSS - {"miles"}
 

@@ -124,7 +124,8 @@ def read_functions(line: Line) -> None:
         elif (words := BECOME_FLAGS.get((flag, _tail(path)))) is not None:
             line.read_as(flag, words, *words.split())
         elif is_known:
-            line.read_as(flag, ours or "what the run does without it", *((flag, ours) if ours else ()))
+            replacement = (flag, ours) if ours else ()
+            line.read_as(flag, ours or "what the run does without it", *replacement)
         elif flag == "--dynamic-sampling-filter-path" and "--rollout-function-path" in line:
             continue  # no filter is called alongside that function: the validator reports it
         elif (message := missing_function(flag, path)) is not None:
@@ -151,9 +152,10 @@ def read_multi_turn(line: Line) -> None:
     path = line.value(_GENERATE)
     if path is None or not names_function_of_others(path, MULTI_TURN):
         return
-    own = {flag: line.foreign.pop(flag, None) for flag in (_TURNS, _SPECS, _PARSER, _CALL, _SEVERAL)}
-    turns, specs, call = own[_TURNS] or _DEFAULT_TURNS, own[_SPECS], own[_CALL]
-    _check_turns(turns, own[_PARSER], own[_SEVERAL], line)
+    options = {flag: line.foreign.pop(flag, None) for flag in (_TURNS, _SPECS, _PARSER, _CALL, _SEVERAL)}
+    turns = options[_TURNS] or _DEFAULT_TURNS
+    specs, call = options[_SPECS], options[_CALL]
+    _check_turns(turns, options[_PARSER], options[_SEVERAL], line)
     if call is None:
         rule = "no function is named that runs the calls of the model"
         line.errors.add(f"{_GENERATE} {path}: {rule}; add {_CALL} module.function")
@@ -166,7 +168,9 @@ def read_multi_turn(line: Line) -> None:
             line.errors.add(f"{flag} {value}: this is part of another launcher, and is not here; write {signature}")
     environment = f"{ENVIRONMENT.name}:call={call}" + (f",specs={specs}" if specs else "")
     line.drop("--environment", "--max-turns")
-    words = ("--environment", environment, *(("--max-turns", turns) if turns.isdecimal() else ()))
+    words = ["--environment", environment]
+    if turns.isdecimal():
+        words += ["--max-turns", turns]
     why = f"--environment {environment} --max-turns {turns} --apply-chat-template"
     line.read_as(_GENERATE, why, *words, "--apply-chat-template")
 
@@ -176,10 +180,8 @@ def _check_turns(turns: str, parser: str | None, several: bool | None, line: Lin
         line.errors.add(f"{_TURNS} {turns}: must be a whole number of at least 1; correct the value")
     if parser is not None and parser not in _READ_FORMS:
         rule = "calls are read as <tool_call>{json}</tool_call>, the form of Hermes and Qwen"
-        what_to_do = (
-            f"use a model that writes it, and give {', '.join(_READ_FORMS)}, or read the calls in --environment"
-        )
-        line.errors.add(f"{_PARSER} {parser}: {rule}; {what_to_do} module:class")
+        what_to_do = f"give {', '.join(_READ_FORMS)}, or read the calls in --environment module:class"
+        line.errors.add(f"{_PARSER} {parser}: {rule}; use a model that writes it, and {what_to_do}")
     if several:
         rule = "the turns of a trajectory are one sample, as long as the chat template can continue it"
         line.errors.add(f"{_SEVERAL}: {rule}; drop it")
@@ -253,7 +255,10 @@ def read_values(line: Line) -> None:
             value = read[index + 1]
         if (flag, value) in OTHER_VALUES:
             here, why = OTHER_VALUES[flag, value]
-            read[index + (not equals)] = f"{flag}={here}" if equals else here
+            if equals:
+                read[index] = f"{flag}={here}"
+            else:
+                read[index + 1] = here
             line.notes.append(Note(READ_AS, written(flag, value), f"{flag} {here}: {why}"))
     line.words = read
     for flag, values in group_words(line.words):
@@ -285,8 +290,11 @@ def read_estimator(line: Line) -> None:
     advantages would be trained on too.
     """
     flag, name = ESTIMATOR
-    rm_type, path = line.value("--rm-type"), line.value("--custom-rm-path")
-    has_zero_rewards = rm_type == "zero" if "--rm-type" in line else path is not None and _is_their_reward(path)
+    if "--rm-type" in line:
+        has_zero_rewards = line.value("--rm-type") == "zero"
+    else:
+        path = line.value("--custom-rm-path")
+        has_zero_rewards = path is not None and _is_their_reward(path)
     weighs_one = "--opd-kl-coef" not in line or line.value("--opd-kl-coef") in ("1", "1.0")
     if line.value(flag) == name and has_zero_rewards and weighs_one:
         why = "--use-opd: advantages come from the teacher alone, since the rewards are 0"
@@ -295,7 +303,8 @@ def read_estimator(line: Line) -> None:
 
 def read_cispo(line: Line) -> None:
     """Read their estimator cispo as GRPO's advantages with that policy loss, whose bounds are absolute here."""
-    flag, ends = ESTIMATOR[0], ("--eps-clip", "--eps-clip-high")
+    flag = ESTIMATOR[0]
+    ends = ("--eps-clip", "--eps-clip-high")
     if line.value(flag) != CISPO or "--policy-loss" in line:
         return
     low, high = (line.value(end) for end in ends)
@@ -312,10 +321,17 @@ def read_adapter(line: Line) -> None:
     """Give slime's adapter its defaults there, and the run the adapter's optimizer: nothing else is trained."""
     if "--use-lora" not in line:
         return
-    words = [word for flag, value in _OF_ADAPTER.items() if flag not in line for word in (flag, value)]
-    rate, decay = (line.value(f"--lora-{name}") for name in ("learning-rate", "weight-decay"))
-    line.drop("--lora-learning-rate", "--lora-weight-decay", "--weight-decay", *(["--lr"] if rate else []))
-    line.words += [*words, "--weight-decay", decay or "0", *(["--lr", rate] if rate else [])]
+    words = list[str]()
+    for flag, value in _OF_ADAPTER.items():
+        if flag not in line:
+            words += [flag, value]
+    rate, decay = line.value("--lora-learning-rate"), line.value("--lora-weight-decay")
+    line.drop("--lora-learning-rate", "--lora-weight-decay", "--weight-decay")
+    words += ["--weight-decay", decay or "0"]
+    if rate:
+        line.drop("--lr")
+        words += ["--lr", rate]
+    line.words += words
 
 
 def _is_their_reward(path: str) -> bool:
@@ -345,7 +361,8 @@ def read_step(line: Line) -> None:
 
     A folder without checkpoints begins a run, so a wrong number would begin one without a word.
     """
-    step, folder = str(line.foreign.get(CKPT_STEP, "")), line.value("--load")
+    step = str(line.foreign.get(CKPT_STEP, ""))
+    folder = line.value("--load")
     if not step.isdecimal():
         return  # the table of flags refuses it
     del line.foreign[CKPT_STEP]
@@ -598,14 +615,15 @@ def _foreign_parser() -> FlagParser:
 
 def take_foreign(line: Line) -> None:
     """Move the flags of ``FOREIGN_FLAGS`` out of the words."""
-    is_foreign, words, own = False, list[str](), list[str]()
+    foreign, remaining = list[str](), list[str]()
+    is_foreign = False
     for word in line.words:
         if word.startswith("--") and len(word) > 2:
             is_foreign = word.partition("=")[0] in FOREIGN_FLAGS
-        (words if is_foreign else own).append(word)
-    line.words = own
+        (foreign if is_foreign else remaining).append(word)
+    line.words = remaining
     with suppress(FlagError):  # whose messages are among the errors
-        values = vars(_foreign_parser().for_command(line.errors).read(words))
+        values = vars(_foreign_parser().for_command(line.errors).read(foreign))
         line.foreign |= {flag: value for flag, value in values.items() if value is not None}
 
 

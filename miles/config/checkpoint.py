@@ -281,8 +281,9 @@ def _loaded(checkpoint: CheckpointArguments, folder: str) -> str:
         return "no checkpoint is complete by its manifest; the run checks its files, and stops if none can be loaded"
     if newest is None:
         return "holds no checkpoint, so the run starts at iteration 0"
-    start, link = (0, "with the weights of") if checkpoint.finetune else (newest, "from")
-    return f"the run starts at iteration {start}, {link} {checkpoint_name(newest)}"
+    if checkpoint.finetune:
+        return f"the run starts at iteration 0, with the weights of {checkpoint_name(newest)}"
+    return f"the run starts at iteration {newest}, from {checkpoint_name(newest)}"
 
 
 def _retention(checkpoint: CheckpointArguments) -> str:

@@ -49,7 +49,8 @@ def choose_backend(value: str | None, megatron_flags: Iterable[str], only_fsdp: 
     if value is not None:
         return ChosenValue(value, "--train-backend")
     first = next(iter(megatron_flags), None)
-    megatron, other = (first_with(TRAIN_BACKENDS, "reads_megatron_flags", wanted) for wanted in (True, False))
+    megatron = first_with(TRAIN_BACKENDS, "reads_megatron_flags")
+    other = first_with(TRAIN_BACKENDS, "reads_megatron_flags", wanted=False)
     if first is None:
         return ChosenValue(other, "the command has no flag of Megatron")
     if only_fsdp is not None:

@@ -174,10 +174,10 @@ def _check_entry(entry: Any, where: str) -> None:
     for key in ("name", "source"):
         if not entry.get(key):
             raise InputError(f"{where}: has no {key}; every set needs a name and a source")
-    own = EvaluationArguments(**{flag: entry[key] for key, flag in _FLAGS.items() if key in entry})
+    arguments = EvaluationArguments(**{flag: entry[key] for key, flag in _FLAGS.items() if key in entry})
     errors = Errors()
-    errors.declared(own)
-    check_top_k(own, "eval_top_k", errors)
+    errors.declared(arguments)
+    check_top_k(arguments, "eval_top_k", errors)
     for message in errors.messages:
         flag, _, fault = message.removeprefix("--eval-").removeprefix("--").partition(" ")
         raise InputError(f"{where}: {flag.replace('-', '_')} {fault}")

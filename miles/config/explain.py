@@ -69,7 +69,8 @@ def _wrapped(line: str) -> list[str]:
 def _objective(settings: Settings) -> list[str]:
     """Return the objective in words, then each term, and the file or the function that computes it."""
     facts = settings.loss, settings.step_shape, settings.added_losses
-    lines, terms = [objective_in_words(*facts), ""], objective_terms(*facts)
+    lines = [objective_in_words(*facts), ""]
+    terms = objective_terms(*facts)
     column = min(60, max(len(term.text) for term in terms))
     for term in terms:
         line = f"{term.text:<{column}}  [{term.source}]"
@@ -84,9 +85,9 @@ def _weights(settings: Settings) -> list[str]:
         f"half of the prompts mixed (answers of {short} and of {longest} tokens), half with answers of {longest} only:",
         f"{'':14}{'short, mixed':>14}{'long, mixed':>14}{'all long':>14}",
     ]
+    has_reducer = settings.loss.custom_pg_loss_reducer_function_path is not None
     for mode, weights in token_weights(settings.loss, settings.step_shape, short, longest).items():
-        custom = settings.loss.custom_pg_loss_reducer_function_path is not None
-        mark = "  <- this run" if mode == settings.loss.loss_aggregation and not custom else ""
+        mark = "  <- this run" if mode == settings.loss.loss_aggregation and not has_reducer else ""
         lines.append(f"{mode:14}" + "".join(f"{weight:>14.2e}" for weight in weights) + mark)
     return lines
 
@@ -128,12 +129,12 @@ def _processes(settings: Settings) -> list[str]:
 
 
 def _engines(settings: Settings) -> str:
-    nodes = settings.nodes_per_engine
-    if (engine := settings.engine).has_servers:
-        workers = settings.rollout.num_rollout_workers
-        senders = f" fed by {workers} processes" if workers > 1 else ""
-        return f"{explain_servers(engine.title, settings.sglang, settings.num_engines, nodes)}{senders}"
-    return f"the {settings.rollout.rollout_engine} engine"
+    if not settings.engine.has_servers:
+        return f"the {settings.rollout.rollout_engine} engine"
+    title, nodes = settings.engine.title, settings.nodes_per_engine
+    workers = settings.rollout.num_rollout_workers
+    senders = f" fed by {workers} processes" if workers > 1 else ""
+    return f"{explain_servers(title, settings.sglang, settings.num_engines, nodes)}{senders}"
 
 
 def explain_layout(settings: Settings) -> list[str]:

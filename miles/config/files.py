@@ -110,8 +110,10 @@ def expand_configs(
 
     def put(entry: _Entry, replaces_all: bool) -> None:
         same = [e for e in entries if reader.destination(e.flag) == reader.destination(entry.flag)]
-        if not replaces_all:  # a word of the command repeats another word, and the parser takes the last one
-            same = [e for e in same if (e.origin if entry.origin is not None else e.origin is not None)]
+        if not replaces_all and entry.origin is not None:
+            same = [e for e in same if e.origin]
+        elif not replaces_all:  # a word of the command repeats another word, and the parser takes the last one
+            same = [e for e in same if e.origin is not None]
         replaced.extend(f"{written(e.flag, e.text)} ({e.origin})" for e in same if e.origin and e.words)
         entries[:] = [*(e for e in entries if e not in same), entry]
 
@@ -153,12 +155,14 @@ class _Reader:
             values = list(takewhile(lambda value: not value.startswith("--"), words[position + 1 :]))
             position += 1 + len(values)
             if flag != FLAG:
-                most = 0 if equals else most_values(self._actions[flag]) if flag in self._actions else 1
+                most = most_values(self._actions[flag]) if flag in self._actions else 1
+                if equals:
+                    most = 0
                 pairs = [word.partition("=") for word in values[most:]]  # key=value with a key of ours
                 are_ours = all(sign and flag_name(key.rpartition(".")[2]) in self._actions for key, sign, _ in pairs)
                 overrides = values[most:] if file and are_ours else []
-                own = values[: len(values) - len(overrides)]
-                yield _Entry(flag if flag.startswith("--") else "", (word, *own))
+                of_flag = values[: len(values) - len(overrides)]
+                yield _Entry(flag if flag.startswith("--") else "", (word, *of_flag))
                 for override in overrides:
                     yield from self._of_override(file, override)
                 continue
@@ -236,9 +240,9 @@ class _Reader:
             if flag in NO_SETTINGS:
                 raise _Refused("is not a setting of a run; give it on the command line")
             if flag in self._actions or is_passed_on(flag):
-                own = self._sections.get(flag, section)
-                if section and own != section:
-                    raise _Refused(f"belongs to the section {own}; move it there")
+                right_section = self._sections.get(flag, section)
+                if section and right_section != section:
+                    raise _Refused(f"belongs to the section {right_section}; move it there")
                 return flag
         further = self._further()
         for flag in spellings:
@@ -267,7 +271,8 @@ class _Reader:
 
 
 def _scalar_words(flag: str, node: yaml.ScalarNode, is_switch: bool, is_ours: bool) -> tuple[str, ...]:
-    text, is_plain = str(node.value), node.style is None
+    text = str(node.value)
+    is_plain = node.style is None
     if is_plain and text.lower() in _NULL:
         return ()
     if is_switch or (is_plain and not is_ours):
@@ -439,7 +444,8 @@ def with_words_of_files(words: Iterable[str]) -> tuple[list[str], list[str]]:
     Raises:
         ValueError: A file cannot be read, or files include each other without end; the message states what to do.
     """
-    files, arguments = _Files(), list(words)
+    files = _Files()
+    arguments = list(words)
     parts = [files.words([word]) for word in arguments]
     later, replaced = set[str](), list[str]()
     for number, word in reversed([*enumerate(arguments)]):
@@ -465,7 +471,8 @@ class _Files:
         return result
 
     def _words_of(self, path: str, within: tuple[str, ...]) -> list[str]:
-        text, result = self._text(path, within), list[str]()
+        text = self._text(path, within)
+        result = list[str]()
         file = FlagsFile(text)
         for line in text.splitlines():
             try:
@@ -569,7 +576,7 @@ class FlagsFile:
                 self._in_array = False
                 if more.strip(";") or words[index + 1 :]:
                     raise ValueError("words follow the end of the array; begin a line with them")
-                return [*words[:index], *([last] if last else [])]
+                return words[:index] + ([last] if last else [])
         return words
 
     def _outside_arrays(self, words: list[str]) -> list[str]:
@@ -587,7 +594,8 @@ class FlagsFile:
     def _assign(self, word: str) -> None:
         match = _ASSIGNS.fullmatch(word)
         assert match is not None
-        name, appends, value = match[1], match[2], self._expand(match[3].removesuffix(";"))
+        name, appends = match[1], match[2]
+        value = self._expand(match[3].removesuffix(";"))
         self._variables[name] = self._variables.get(name, "") + value if appends else value
 
     def _expand(self, word: str) -> str:
@@ -610,7 +618,8 @@ class FlagsFile:
 
 def _mask_quoted(line: str) -> str:
     """Replace signs of the shell that are plain text: in single quotes, after a backslash, and ``)`` in any quotes."""
-    masked, quote, escaped = list[str](), "", False
+    masked = list[str]()
+    quote, escaped = "", False
     for sign in line:
         if escaped:
             masked[-1:] = [_QUOTED[sign]] if sign in _QUOTED else ["\\", sign]

@@ -138,17 +138,19 @@ def host_line(settings: Settings) -> str:
     computing = [f"CPU with {cores}{computes}", *_ranks(settings, of_ranks)]
     if not settings.generates:
         return ", ".join(computing)
-    name, servers = settings.rollout.rollout_engine, settings.engine.has_servers
-    if not servers:
+    name = settings.rollout.rollout_engine
+    if not settings.engine.has_servers:
         computing.append(f"the {name} engine of {count(threads(sharers_of_engine(settings)), 'thread')}")
         sequences = settings.rollout.torch_engine_max_batch_size
-        batch, tokens = f"{count(sequences, 'sequence')} at once", sequences * _row(settings)
+        batch = f"{count(sequences, 'sequence')} at once"
+        tokens = sequences * _row(settings)
     elif settings.num_engines:
         computing.append(f"{count(settings.num_engines, 'server')} of {name} of 1 thread")
         if SERVER not in settings.engine.prefixes:
             return f"{', '.join(computing)}; {settings.vllm.vllm_cpu_cache_gib} GiB for the cache of each"
         most = value_of(settings.server_flags.server, MOST_TOKENS) or str(SERVER_TOKENS)
-        batch, tokens = f"{most} tokens in the cache of each", settings.num_engines * int(most if most.isdigit() else 0)
+        batch = f"{most} tokens in the cache of each"
+        tokens = settings.num_engines * int(most) if most.isdigit() else 0
     else:
         return ", ".join([*computing, "engines that others have started"])
     return f"{', '.join(computing)}; {batch}, {_memory(settings, tokens)}"

@@ -133,8 +133,10 @@ def check_inputs(settings: Settings, starts: bool) -> Inputs:
         inputs.faults += _in_process("imports your functions", _faults_of_functions, checked)
     _check_reward(settings, starts, inputs)
     faults = [*_faults_of_weights(settings), *_faults_of_room(settings)]
-    inputs.faults += faults if starts else []
-    inputs.warnings += [] if starts else map(start_refused, faults)
+    if starts:
+        inputs.faults += faults
+    else:
+        inputs.warnings += map(start_refused, faults)
     if inputs.faults:
         raise FlagError(*dict.fromkeys(inputs.faults))
     return inputs
@@ -174,7 +176,8 @@ def _prepare(needs_torch: bool, starts: bool) -> None:
 
 
 def _check_sets(settings: Settings, starts: bool) -> Inputs:
-    inputs, tokenizer = Inputs(), str(settings.model.hf_checkpoint)
+    inputs = Inputs()
+    tokenizer = str(settings.model.hf_checkpoint)
     has_files = any(re.match(r"tokenizer|vocab|.*\.(model|tiktoken)$", f.name) for f in tokenizer_files(tokenizer))
     is_there = has_files or (starts and not os.path.isdir(tokenizer))  # a start fetches it from the hub
     if not is_there:
@@ -185,12 +188,14 @@ def _check_sets(settings: Settings, starts: bool) -> Inputs:
             inputs.unchecked.append(f"the tokenizer of {tokenizer}, so chat template and lengths of prompts")
         if settings.reads_conversations:
             return inputs
-    trained, (room, limit) = set[str](), sequence_limit(settings)
+    trained = set[str]()
+    room, limit = sequence_limit(settings)
     has_no_limit = settings.generates and (
         settings.data.rollout_max_prompt_len is None and settings.rollout.rollout_max_context_len is None
     )
     for kind, source, load in _sets(settings):
-        name, is_held_out = f"{kind} {source}", kind.startswith("held-out ")
+        name = f"{kind} {source}"
+        is_held_out = kind.startswith("held-out ")
         of_training = "--prompt-data" if settings.data.prompt_mix is None else "--prompt-mix"
         flag = "--eval-prompt-data" if is_held_out else of_training
         try:
@@ -215,16 +220,17 @@ def _check_sets(settings: Settings, starts: bool) -> Inputs:
                     f"{flag} {source}: it has a prompt of {verdict.longest:,} tokens, and {limit} is {room}; leave "
                     f"such prompts out with --rollout-max-prompt-len {shorter}"
                 )
-            inputs.training += len(loaded) if not is_held_out else 0
-            is_compared = settings.evaluation.has_sets and settings.data.multimodal_keys is None
-            is_compared &= len(loaded) <= COMPARED
+            are_texts = settings.data.multimodal_keys is None
+            is_compared = settings.evaluation.has_sets and are_texts and len(loaded) <= COMPARED
             prompts = {repr(prompt.input) for prompt in loaded.unrendered(1)} if is_compared else set()
-            if is_held_out and (shared := len(prompts & trained)):
+            if not is_held_out:
+                inputs.training += len(loaded)
+                trained |= prompts
+            elif shared := len(prompts & trained):
                 inputs.warnings.append(
                     f"{name}: {shared} of its {count(len(prompts), 'prompt')} are training prompts too, so what a run "
                     "learns by heart counts as learned; hold other rows out"
                 )
-            trained |= set() if is_held_out else prompts
             inputs.first = inputs.first or next(loaded.unrendered(len(loaded)))
     return inputs
 
@@ -288,14 +294,14 @@ def _check_reward(settings: Settings, starts: bool, inputs: Inputs) -> None:
                 raise UserCodeError(result)
     except (UserCodeError, UserCodeTimeout, RewardProcessDied, TimeoutError) as error:
         frames = re.findall(r'File "([^"]+)", line (\d+)', "".join(getattr(error, "__notes__", ())))
-        own = [f"{file}:{line}: " for file, line in frames if os.sep + "miles" + os.sep not in file]
+        places = [f"{file}:{line}: " for file, line in frames if os.sep + "miles" + os.sep not in file]
         fault = f"did not return within {CALL_SECONDS:g} s" if isinstance(error, TimeoutError) else str(error)
         message = (
-            f"--custom-rm-path {reward.custom_rm_path}: {own[-1] if own else ''}called with the answer {answer!r} to "
-            f"{inputs.first.source}, it {fault}"
+            f"--custom-rm-path {reward.custom_rm_path}: {places[-1] if places else ''}called with the answer "
+            f"{answer!r} to {inputs.first.source}, it {fault}"
         )
-        makes_own = any(name in OF_SAMPLES for name, _, _ in user_functions(settings)) or settings.rollout.environment
-        is_wrong = starts and reward.on_error == "stop" and not makes_own
+        adds_data = any(name in OF_SAMPLES for name, _, _ in user_functions(settings)) or settings.rollout.environment
+        is_wrong = starts and reward.on_error == "stop" and not adds_data
         what_to_do = "" if "; " in fault else f"; {OF_REWARDS}"
         (inputs.faults if is_wrong else inputs.warnings).append(one_line(f"{message}{what_to_do}", 1000))
 
@@ -379,7 +385,8 @@ def explain_inputs(settings: Settings, inputs: Inputs) -> list[str]:
     if (trained := _trained(settings, shapes)) and settings.trains:
         size = _STATE_BYTES * sum(map(math.prod, shapes.values())) / 1e9
         saves = settings.checkpoint.save is not None and not settings.lora.trains_adapter
-        lines.append(f"trained: {trained}{f'; a checkpoint takes about {size:.2g} GB' if saves else ''}")
+        on_disk = f"; a checkpoint takes about {size:.2g} GB" if saves else ""
+        lines.append(f"trained: {trained}{on_disk}")
     if inputs.unchecked:
         lines.append(f"not checked, because it is not on this machine: {'; '.join(inputs.unchecked)}")
     return lines

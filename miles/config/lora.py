@@ -81,9 +81,11 @@ def _names(words: tuple[str, ...] | None) -> tuple[str, ...]:
 
 def _single(words: tuple[str, ...] | None) -> Iterator[str]:
     """Yield the names of lists with commas, also of JSON: ``["q_proj", "v_proj"]``."""
-    for name in (name.strip(" []\"'") for word in words or () for name in word.split(",")):
-        if name:
-            yield name
+    for word in words or ():
+        for part in word.split(","):
+            name = part.strip(" []\"'")
+            if name:
+                yield name
 
 
 def check_lora(lora: LoraArguments, backend: str, model: ModelArguments, errors: Errors) -> None:
@@ -186,7 +188,9 @@ def counts_experts(config: dict[str, Any]) -> bool:
 
 def readings_of_lora(lora: LoraArguments) -> Iterator[str]:
     """Yield the names of Megatron's fused layers, and those that are meant."""
-    for name in dict.fromkeys(_single(lora.target_modules)) if lora.trains_adapter else ():
+    if not lora.trains_adapter:
+        return
+    for name in dict.fromkeys(_single(lora.target_modules)):
         if name in FUSED_LAYERS:
             yield f"--target-modules {name}: read as {','.join(FUSED_LAYERS[name])}"
 

@@ -216,7 +216,8 @@ def _condition(text: str) -> Condition:
         why = " and ".join(one.why for one in several)
         return Condition(lambda s: any(one.holds(s) for one in several), why)
     name, _, values = text.removeprefix("no ").partition(" ")
-    field, accepted = name.removeprefix("--").replace("-", "_"), values.split("|")
+    field = name.removeprefix("--").replace("-", "_")
+    accepted = values.split("|")
     if not name.startswith("--") or field not in section_of():
         raise ValueError(f"needs={text!r}: neither a flag nor one of {', '.join(CONDITIONS)}")
 
@@ -224,7 +225,8 @@ def _condition(text: str) -> Condition:
         section = getattr(s, section_of()[field])
         return str(getattr(section, field)) in accepted if values else bool(changed(section, [field]))
 
-    written, heading = f"{name} {' or '.join(accepted)}".rstrip(), _HEADINGS.get(text, NO_EFFECT)
+    written = f"{name} {' or '.join(accepted)}".rstrip()
+    heading = _HEADINGS.get(text, NO_EFFECT)
     if text.startswith("no "):
         return Condition(lambda s: not is_set(s), f"with {written}", heading, comes_last=True)
     return Condition(is_set, f"without {written}", heading, flag=None if values else name)
@@ -257,7 +259,9 @@ def _reads_estimator(name: str, s: Settings) -> bool:
     """Return whether the estimator reads a flag, or the validator refuses it, since it asks for a missing part."""
     loss = s.loss
     estimator = build_objective(loss).estimator
-    return name in ((*estimator.reads, *estimator.instead) if loss.type.uses_advantages else loss.type.lacks)
+    if not loss.type.uses_advantages:
+        return name in loss.type.lacks
+    return name in (*estimator.reads, *estimator.instead)
 
 
 def _reads_policy_loss(name: str, s: Settings) -> bool:

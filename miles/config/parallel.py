@@ -124,7 +124,8 @@ def pad_recurrent_models(
         return parallel, []
     notes: list[str] = []
     for name in ("hf_checkpoint", "ref_load", "opd_teacher_load"):
-        path, config = getattr(model, name), None
+        path = getattr(model, name)
+        config = None
         with errors.catching():
             config = local_config(model, name)
         if config is not None and (fault := why_not_trained(config)):

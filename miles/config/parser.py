@@ -145,7 +145,8 @@ class DefaultsFormatter(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=44, width=120)
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        field, text = declared().get(action.dest), action.help or ""
+        field = declared().get(action.dest)
+        text = action.help or ""
         if field is None:
             return text
         default = [] if field.default is None or field.default is False else [f"default: {field.default}"]
@@ -287,18 +288,18 @@ def read_words(
     Raises:
         FlagError: The words after an error cannot be read.
     """
-    own = {*_own_flags()._option_string_actions}
+    our_flags = {*_own_flags()._option_string_actions}
     known = known_flags(words, elsewhere)
     words = cut_spaced_words(words, known)
-    ours, passed_on = split_server_flags(words, own)
-    is_layout = {flag_name(field.name) for field in dataclasses.fields(MegatronArguments)}
-    flags = [flag for flag in flags_in(ours) if flag in known and (flag not in own or flag in is_layout)]
-    backend = dict(group_words(ours)).get("--train-backend", ())[-1:]
+    our_words, passed_on = split_server_flags(words, our_flags)
+    layout = {flag_name(field.name) for field in dataclasses.fields(MegatronArguments)}
+    flags = [flag for flag in flags_in(our_words) if flag in known and (flag not in our_flags or flag in layout)]
+    backend = dict(group_words(our_words)).get("--train-backend", ())[-1:]
     names_megatron = any(name in backend for name, row in TRAIN_BACKENDS.items() if row.reads_megatron_flags)
     parser = _all_flags(bool(flags or megatron) or names_megatron).for_command(errors)
     try:
         namespace = parser.read(
-            cut_lists(ours, parser._option_string_actions), {**dict.fromkeys(known - own, ""), **elsewhere}
+            cut_lists(our_words, parser._option_string_actions), {**dict.fromkeys(known - our_flags, ""), **elsewhere}
         )
     except FlagError as error:
         raise FlagError(*located(error.messages, expanded.origins)) from None
@@ -389,8 +390,11 @@ def _settings(by_name: Mapping[str, Any], passed_on: ServerFlags) -> Settings:
         values = {field.name: by_name[field.name] for field in dataclasses.fields(cls) if field.name in by_name}
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
-    own = {name.removeprefix(DESTINATION): value for name, value in by_name.items() if name.startswith(DESTINATION)}
-    megatron_overrides = tuple((name, _flat(value)) for name, value in own.items() if value is not None)
+    megatron_overrides = tuple(
+        (name.removeprefix(DESTINATION), _flat(value))
+        for name, value in by_name.items()
+        if name.startswith(DESTINATION) and value is not None
+    )
     sections = {name: section(cls) for name, cls in SECTIONS.items()}
     return Settings(**sections, megatron_overrides=megatron_overrides, server_flags=passed_on)
 
@@ -441,8 +445,8 @@ def _judge(command: Command, starts: bool) -> Validated:
     except FlagError as error:
         for message in error.messages:
             errors.add_unless_refused(message)
-    for note in notes if command.is_strict else ():
-        if note.is_refused_if_strict:
+    for note in notes:
+        if command.is_strict and note.is_refused_if_strict:
             errors.add(note.refusal)
     for message in _errors_of_host(settings):
         errors.add_unless_refused(message)
@@ -522,8 +526,9 @@ def with_inputs(command: Command, validated: Validated, starts: bool) -> Validat
         inputs = check_inputs(validated.settings, starts)
     except FlagError as error:
         raise FlagError(*located(error.messages, command.expanded.origins)) from None
-    for warning in inputs.warnings if starts else ():
-        print(f"WARNING: {warning}", file=sys.stderr)
+    if starts:
+        for warning in inputs.warnings:
+            print(f"WARNING: {warning}", file=sys.stderr)
     return replace(validated, inputs=inputs)
 
 

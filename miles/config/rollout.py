@@ -325,9 +325,10 @@ def _check_sampling(rollout: RolloutArguments, has_responses: bool, errors: Erro
         rule = "would miss a text whose beginning --partial-rollout has cut off"
         errors.refuse("rollout_stop", rollout.rollout_stop, rule, "give ids of tokens with --rollout-stop-token-ids")
     check_top_k(rollout, "rollout_top_k", errors)
-    for token in (token for token in rollout.stop_token_ids if token < 0):
-        what_to_do = "give ids of the tokenizer's vocabulary"
-        errors.refuse("rollout_stop_token_ids", token, "token ids are not negative", what_to_do)
+    for token in rollout.stop_token_ids:
+        if token < 0:
+            what_to_do = "give ids of the tokenizer's vocabulary"
+            errors.refuse("rollout_stop_token_ids", token, "token ids are not negative", what_to_do)
 
 
 def check_temperature(section: Any, name: str, errors: Errors) -> None:

@@ -273,8 +273,9 @@ def _lengths(settings: Settings, limit: int) -> Iterator[tuple[str, int]]:
     asks = not settings.reads_samples and not changed(rollout, _MAY_ASK_FOR_LESS)
     if asks and longest is not None:
         yield "rollout_max_response_len", longest
-    own = evaluation.eval_max_response_len
-    of_evaluation = longest if own is None else own
+    of_evaluation = evaluation.eval_max_response_len
+    if of_evaluation is None:
+        of_evaluation = longest
     if not evaluation.has_sets or evaluation.eval_function_path is not None or of_evaluation is None:
         return
     if not (asks and of_evaluation == longest):  # to yield it once is enough
@@ -300,8 +301,8 @@ def _limit_of_engine(settings: Settings, config: dict[str, Any]) -> tuple[int, s
     if settings.engine.has_servers:
         words = settings.server_flags.server
         flag, length = SERVER + _CONTEXT[2:], value_of(words, _CONTEXT)
-        if length is None and (length := value_of(settings.server_flags.vllm, _MODEL_LEN)) is not None:
-            flag = VLLM + _MODEL_LEN[2:]
+        if length is None:
+            flag, length = VLLM + _MODEL_LEN[2:], value_of(settings.server_flags.vllm, _MODEL_LEN)
         if settings.sglang.rollout_external or has_flag(words, *_OTHER_LIMITS):
             return _UNKNOWN, ""
         if length is not None:
@@ -328,7 +329,8 @@ def _is_stretched(config: dict[str, Any]) -> bool:
 
 def check_images(settings: Settings, errors: Errors) -> None:
     """Refuse images for a model that reads none, and for a backend that trains none."""
-    data, config = settings.data, None
+    data = settings.data
+    config = None
     if errors.none_about("hf_checkpoint"):
         with errors.catching():
             config = local_config(settings.model, "hf_checkpoint")
@@ -363,15 +365,15 @@ def check_tokens_of_scorers(settings: Settings, errors: Errors) -> None:
     They score the ids that the policy chose. Folders with a ``config.json`` here are compared, and their tokenizers if
     both have one.
     """
-    own = settings.model.hf_checkpoint
-    if own is None or not errors.none_about("hf_checkpoint"):
+    policy = settings.model.hf_checkpoint
+    if policy is None or not errors.none_about("hf_checkpoint"):
         return
     for field in ("ref_load", "opd_teacher_load"):
         path = getattr(settings.model, field)
         if path is None or not errors.none_about(field):
             continue
         with errors.catching():
-            fault = _fault_of_size(settings.model, field) or fault_of_tokens(path, own)
+            fault = _fault_of_size(settings.model, field) or fault_of_tokens(path, policy)
             if fault is not None:
                 what_to_do = "it scores the ids that the policy chose, so give a model with the same tokenizer"
                 errors.refuse(field, path, fault, what_to_do)
@@ -535,9 +537,13 @@ def check_one_process(settings: Settings) -> None:
 def check_replay(settings: Settings, errors: Errors) -> None:
     """Check ``--use-rollout-routing-replay`` and ``--use-routing-replay``."""
     rollout, training = settings.rollout, settings.training
-    switches = {"use_rollout_routing_replay": rollout.use_rollout_routing_replay}
-    switches["use_routing_replay"] = training.use_routing_replay
-    for name in (name for name, switch in switches.items() if switch):
+    switches = {
+        "use_rollout_routing_replay": rollout.use_rollout_routing_replay,
+        "use_routing_replay": training.use_routing_replay,
+    }
+    for name, is_on in switches.items():
+        if not is_on:
+            continue
         if settings.reads_conversations:
             errors.refuse(name, True, "has nothing to repeat: conversations are not generated", "drop it")
         elif errors.none_about("hf_checkpoint"):
@@ -616,7 +622,8 @@ def check_devices(settings: Settings, errors: Errors) -> None:
 
     A cluster that the run joins may have it, now or later.
     """
-    cluster, there = settings.cluster, num_gpus()
+    cluster = settings.cluster
+    there = num_gpus()
     if cluster.ray_address:
         return
     if settings.trains and cluster.actor_num_nodes > 1:

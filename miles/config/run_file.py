@@ -57,9 +57,10 @@ def run_config(settings: Settings, about: Iterable[str] = (), set_fields: Collec
 def _without_derived(settings: Settings, set_fields: Collection[str]) -> Settings:
     """Return the settings without values that validation would fill in just so."""
     try:
-        whole, short = validate(settings, set_fields).settings, settings
+        whole = validate(settings, set_fields).settings
     except FlagError:  # of Python, before ``miles.train`` is given a reward
         return settings
+    short = settings
     for section, names in _DERIVED.items():
         for name in names:
             values = getattr(short, section)

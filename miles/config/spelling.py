@@ -57,7 +57,8 @@ def group_words(words: Iterable[str]) -> list[Group]:
 
 def without_flags(words: Iterable[str], flags: Collection[str]) -> list[str]:
     """Return the words without the words of ``flags``: each flag, and its values."""
-    rest, is_copied = list[str](), True
+    rest = list[str]()
+    is_copied = True
     for word in words:
         if word.startswith("--") and len(word) > 2:
             is_copied = word.partition("=")[0] not in flags
@@ -83,7 +84,8 @@ def flags_in(words: Iterable[str]) -> list[str]:
 
 def cut_lists(words: Sequence[str], actions: Mapping[str, argparse.Action]) -> list[str]:
     """Write lists of whole numbers (``[1,2]``, ``1,2``) as separate words, for flags that take several numbers."""
-    cut, taker = list[str](), None
+    cut = list[str]()
+    taker: argparse.Action | None = None
     for word in words:
         flag, equals, value = word.partition("=")
         if word.startswith("--"):

@@ -74,10 +74,10 @@ def _with_a_typing_error(flag: str, candidates: Sequence[str]) -> list[str]:
     vocabulary = {word for name in candidates for word in _words(name)}
 
     def is_another(name: str) -> bool:
-        ours, theirs = _words(flag), _words(name)
-        if len(ours) != len(theirs):
-            return difflib.SequenceMatcher(None, "".join(ours), "".join(theirs)).ratio() < _JOINED
-        pairs = zip(ours, theirs, strict=True)
+        words, others = _words(flag), _words(name)
+        if len(words) != len(others):
+            return difflib.SequenceMatcher(None, "".join(words), "".join(others)).ratio() < _JOINED
+        pairs = zip(words, others, strict=True)
         return any(one.rstrip("s") != other.rstrip("s") and one in vocabulary for one, other in pairs)
 
     near = difflib.get_close_matches(flag, candidates, n=5, cutoff=_NEAR)
@@ -91,13 +91,13 @@ def _words(flag: str) -> tuple[str, ...]:
 
 def _are_opposite(one: str, other: str) -> bool:
     """Return whether two flags differ by a word that turns one into the opposite of the other."""
-    ours, theirs = _words(one), _words(other)
-    if {*ours}.symmetric_difference(theirs) >= _EXTREMES:
+    of_one, of_other = _words(one), _words(other)
+    if {*of_one}.symmetric_difference(of_other) >= _EXTREMES:
         return True
-    is_negative = ours[0] in _NEGATIVE, theirs[0] in _NEGATIVE
+    is_negative = of_one[0] in _NEGATIVE, of_other[0] in _NEGATIVE
     if not any(is_negative):
         return False
-    for words, opposite in ((ours, theirs), (theirs, ours)):
+    for words, opposite in ((of_one, of_other), (of_other, of_one)):
         for negative, positive in _OPPOSITES:
             if words[0] == negative and ((positive,) if positive else ()) + words[1:] == opposite:
                 return True
@@ -117,7 +117,8 @@ def _with_same_words(flag: str, candidates: Iterable[str], known: Iterable[str])
     A word that one or two flags have counts twice. So ``--max-staleness`` is ``--max-weight-staleness``, and
     ``--num-gpus`` is none of the flags that count GPUs.
     """
-    wanted, flags_with = _meanings(flag), Counter(word for name in known for word in _meanings(name))
+    wanted = _meanings(flag)
+    flags_with = Counter(word for name in known for word in _meanings(name))
 
     def size(words: frozenset[str]) -> int:
         return sum(2 if flags_with[word] <= 2 else 1 for word in words - _COMMON)

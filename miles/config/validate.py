@@ -98,9 +98,10 @@ def validate(settings: Settings, set_fields: Collection[str] = ()) -> Validated:
     settings = replace(settings, cluster=fill_rollout_num_gpus(settings))
     _check_devices(settings, errors)
     parallel, layout_notes = pad_recurrent_models(settings.parallel, settings.training, settings.model, errors)
-    reducer = "--custom-pg-loss-reducer-function-path"
-    has_reducer = settings.loss.custom_pg_loss_reducer_function_path is not None
-    accepted = [*notes_on_flags, *(overruled(settings.loss, MODE_FLAGS, set_fields, by=reducer) if has_reducer else [])]
+    accepted = [*notes_on_flags]
+    if settings.loss.custom_pg_loss_reducer_function_path is not None:
+        reducer = "--custom-pg-loss-reducer-function-path"
+        accepted += overruled(settings.loss, MODE_FLAGS, set_fields, by=reducer)
     settings, notes = _reconcile(replace(settings, parallel=parallel), set_fields, errors)
     errors.raise_if_any()
     readings = (*layout_notes, *notes, *readings_of_lora(settings.lora))
@@ -193,7 +194,8 @@ def _dims(settings: Settings, errors: Errors) -> ParallelDims | None:
 def _reconcile(settings: Settings, set_fields: Collection[str], errors: Errors) -> tuple[Settings, list[str]]:
     """Check the loss, and replace implied or renamed settings by their meaning; notes name them."""
     rules.check_loss(settings, errors)
-    rollout, training, batch_notes = settings.rollout, settings.training, list[str]()
+    rollout, training = settings.rollout, settings.training
+    batch_notes = list[str]()
     if errors.none_about("rollout_batch_size", "n_samples_per_prompt", "global_batch_size", "num_steps_per_rollout"):
         training, batch_notes = fill_global_batch_size(training, rollout, errors)
     loss, loss_notes = reconcile_aggregation(
@@ -223,7 +225,8 @@ def _reconcile(settings: Settings, set_fields: Collection[str], errors: Errors) 
 def _notes_on_warmup(settings: Settings) -> Iterator[str]:
     if settings.rollout.num_rollout is None or not settings.trains:
         return
-    steps, optimizer = settings.rollout.num_rollout * settings.steps_per_iteration, settings.optimizer
+    steps = settings.rollout.num_rollout * settings.steps_per_iteration
+    optimizer = settings.optimizer
     if settings.loss.type.trains_policy:
         yield from notes_on_warmup(optimizer.warmup_field, optimizer, settings.policy_steps(steps))
     if settings.loss.has_critic:

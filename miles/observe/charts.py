@@ -57,20 +57,23 @@ def charts(names: Sequence[str], main: Sequence[str] = ()) -> list[Chart]:
         main: Metrics whose charts are the large ones at the top, in this order.
     """
     sets = {name: evaluation_set for evaluation_set, name in held_out_metrics(names).items()}
-    charts = [_chart("learning", "Held-out reward", "reward, mean of an evaluation set", sets)] if sets else []
-    rows = ((question, *row) for question, rows in _CHARTS.items() for row in rows)
-    charts += [_chart(question, title, unit, {n: n}) for question, n, title, unit in rows if n in names]
-    keys = {series["key"] for chart in charts for series in chart["series"]}
+    result = [_chart("learning", "Held-out reward", "reward, mean of an evaluation set", sets)] if sets else []
+    for question, rows in _CHARTS.items():
+        result += [_chart(question, title, unit, {name: name}) for name, title, unit in rows if name in names]
+    keys = {series["key"] for chart in result for series in chart["series"]}
     for name in names:
         if name not in keys and not name.startswith("time/"):
             question = "engine" if name.startswith(_ENGINE_PREFIXES) else "learning"
+            if name.startswith("train/"):
+                question = "stability"
             unit = SHARE if name.endswith(("_fraction", "_frac", "clipfrac")) else ""
-            charts.append(_chart("stability" if name.startswith("train/") else question, name, unit, {name: name}))
+            result.append(_chart(question, name, unit, {name: name}))
     large = {name: place for place, name in enumerate(main)}
-    for chart in charts:
-        if (first := chart["series"][0]["key"]) in large:
-            chart |= {"question": "main", "place": large[first]}
-    return sorted(charts, key=lambda chart: chart.get("place", len(large)))
+    for chart in result:
+        first = chart["series"][0]["key"]
+        if first in large:
+            chart.update(question="main", place=large[first])
+    return sorted(result, key=lambda chart: chart.get("place", len(large)))
 
 
 def run_charts(metrics: MetricsFile, settings: Settings) -> list[Chart]:

@@ -60,7 +60,7 @@ class PhaseTimer:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def metrics(self) -> dict[str, float]:
-        """``time/<phase>`` in seconds, and reset them.
+        """Return ``time/<phase>`` in seconds, and reset them.
 
         ``time/step`` is the wall time since the last reading, phases or not, unless a phase named ``step`` was timed.
         """
@@ -315,8 +315,10 @@ class TimeLeft:
             if self._counted in (1, 2):
                 self._iterations.popleft()
             self._iterations.append((self._steps, values["time/step"]))
-            self._counted, self._steps = self._counted + 1, 0
-        steps, seconds = (sum(each) for each in zip(*self._iterations, strict=True)) if self._iterations else (0, 0.0)
+            self._counted += 1
+            self._steps = 0
+        steps = sum(steps for steps, _ in self._iterations)
+        seconds = sum(seconds for _, seconds in self._iterations)
         if not steps or (self._counted < 2 and steps + self._steps < 2):
             return None
         return seconds / steps * max(0, self._total - step)
@@ -368,7 +370,8 @@ def step_line(
     if len(sets) == 1:
         [(only, now)] = sets.items()
         change = "" if first is None or only not in first else f" ({now - first[only]:+.2f})"
-        parts.insert("rollout/reward" in values, (2, "held-out", _spelled(now, ".2f") + change))
+        place = 1 if "rollout/reward" in values else 0  # after the reward
+        parts.insert(place, (2, "held-out", _spelled(now, ".2f") + change))
     fixed = len(f"step {number}") + sum(2 + len(f"{label} {value}".strip()) for label, value in timing)
     while parts and fixed + sum(3 + len(label) + len(value) for _, label, value in parts) > WIDTH:
         parts.remove(max(parts, key=lambda part: part[0]))
@@ -418,8 +421,9 @@ def _spelled(value: float, spec: str) -> str:
 
 def _sampling(header: RunHeader) -> str | None:
     """Return at which temperatures a run with held-out prompts answers; None for others."""
-    rollout, evaluation = (header.settings.get(section, {}) for section in ("rollout", "evaluation"))
-    held_out, trained = evaluation.get("eval_temperature"), rollout.get("rollout_temperature")
+    evaluation = header.settings.get("evaluation", {})
+    held_out = evaluation.get("eval_temperature")
+    trained = header.settings.get("rollout", {}).get("rollout_temperature")
     if evaluation.get("eval_prompt_data") is None or held_out is None or trained is None:
         return None
     greedy = ", which is greedy" if held_out == 0 else ""
@@ -540,7 +544,7 @@ class LongPhases:
     def __init__(self, say: Callable[[str], None], seconds: float = LONG_PHASE_SECONDS) -> None:
         self._say = say
         self._seconds = seconds
-        self._phase: tuple[str, float] | None = None
+        self._phase: tuple[str, float] | None = None  # its name, and when it began
         self._due = seconds  # into the phase
         self._known: set[str] = set()
         self._ended = threading.Event()
@@ -550,7 +554,8 @@ class LongPhases:
         """Begin a phase; None ends it."""
         self._due = self._seconds if name in self._known else min(FIRST_SECONDS, self._seconds)
         self._phase = None if name is None else (name, time.monotonic())
-        self._known |= {name} if name is not None else set()
+        if name is not None:
+            self._known.add(name)
 
     def close(self) -> None:
         """Print no more."""
@@ -558,9 +563,13 @@ class LongPhases:
 
     def _run(self) -> None:
         while not self._ended.wait(min(1.0, self._seconds)):
-            if (phase := self._phase) is not None and (took := time.monotonic() - phase[1]) >= self._due:
+            if (phase := self._phase) is None:
+                continue
+            name, began = phase
+            took = time.monotonic() - began
+            if took >= self._due:
                 self._due += self._seconds
-                self._say(f"  {phase[0]}: {in_words(took)} so far")
+                self._say(f"  {name}: {in_words(took)} so far")
 
 
 class JsonSink:
@@ -595,7 +604,8 @@ class JsonSink:
         """Print a step: its number, the number of steps, the seconds left, and its metrics by their names."""
         left = self._left.log(step, values)
         fixed: dict[str, float] = {"step": step, "total_steps": self._total}
-        fixed |= {} if left is None else {"seconds_left": round(left, 1)}
+        if left is not None:
+            fixed["seconds_left"] = round(left, 1)
         print_event("step", {**fixed, **values, **fixed})
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import fmean, median
-from typing import Any, Literal, NamedTuple, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from miles.base.flags import count
 from miles.config.choice import deciding_metric
@@ -76,7 +76,7 @@ class Rule:
     metric: str
     threshold: str
     advice: tuple[Advice, ...]
-    check: Callable[[Curves], Finding | None]
+    check: Check
     judges: Callable[[Settings], bool]
 
 
@@ -130,26 +130,24 @@ class Curves:
         Of a weighted sum of rewards, only the part that states whether an answer is right counts: parts that pay for
         length or format say nothing about that.
         """
-        sets = [
-            values
-            for name in evaluation_names(self._metrics.names)
-            if len(values := self.of(self._success_metric(name))) > 1
-        ]
+        sets = [self.of(name) for name in self._held_out_success()]
         if sets:
             return fmean(values[0] for values in sets), fmean(values[-1] for values in sets)
         part = deciding_metric(self._metrics.names, "rollout/")
         return self.ends("rollout/reward" if part is None else part)
 
-    def _success_metric(self, metric: str) -> str:
-        return deciding_metric(self._metrics.names, f"{metric.rpartition('/')[0]}/") or metric
+    def _held_out_success(self) -> list[str]:
+        """Return the metric of success of each evaluation set that was measured twice."""
+        known = self._metrics.names
+        names = [deciding_metric(known, f"{name.rpartition('/')[0]}/") or name for name in evaluation_names(known)]
+        return [name for name in names if len(self.of(name)) > 1]
 
     def judged(self, settings: Settings, held_out: bool = True) -> Curve:
         """Return the curve that shows whether the run learns: the held-out one, if it is wanted and measured twice."""
         if not learns_from_rewards(settings):
             losses = [name for name in held_out_losses(self._metrics.names) if len(self.of(name)) > 1]
             return Curve("held-out loss" if losses else "loss", -1, *self._mean(losses or ["train/loss"]))
-        sets = [self._success_metric(name) for name in evaluation_names(self._metrics.names)]
-        sets = [name for name in sets if len(self.of(name)) > 1]
+        sets = self._held_out_success()
         if sets and held_out:
             several = f" of {len(sets)} sets" if len(sets) > 1 else ""
             return Curve(f"held-out reward{several}", 1, *self._mean(sets))
@@ -366,18 +364,19 @@ def verdicts(metrics: MetricsFile, settings: Settings) -> list[Verdict]:
 
 
 def unhealthy(verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """Return those that fire."""
+    """Return the verdicts of rules that fire."""
     return [verdict for verdict in verdicts if verdict.state == "unhealthy"]
 
 
 def _verdict(rule: Rule, finding: Finding | None, settings: Settings) -> Verdict:
-    figure, state = f"fewer than {2 * WINDOW} measurements", "no data"
+    state: State = "no data"
+    figure = f"fewer than {2 * WINDOW} measurements"
     if finding is not None:
-        level = finding.level
-        figure, state = finding.figure, "unhealthy" if level > 1 else "may fire" if level > NEAR else "ok"
+        state = "unhealthy" if finding.level > 1 else "may fire" if finding.level > NEAR else "ok"
+        figure = finding.figure
     advice = [each for each in rule.advice if each.helps(settings)]
     words = "; or ".join(each.words for each in advice)
-    return Verdict(rule.name, cast(State, state), figure, rule.threshold, rule.metric, advice[0].flag, words)
+    return Verdict(rule.name, state, figure, rule.threshold, rule.metric, advice[0].flag, words)
 
 
 # Is it learning? One sentence from the curve that shows most.
@@ -449,7 +448,8 @@ def judge(metrics: MetricsFile, settings: Settings, runs: bool, total_steps: int
     if len(curve.values) < (2 if curve.name.startswith("held-out") else ENOUGH):
         early = f"Too early to tell: {done} of {total_steps} steps are done."
         return Judgement(None, early if done < total_steps else f"Too short to tell: it had {count(done, 'step')}.")
-    judgement, (first, *_, last) = _judge(curve, runs), curve.values
+    judgement = _judge(curve, runs)
+    first, last = curve.values[0], curve.values[-1]
     if judgement.is_learning is not None or last <= first:
         return judgement
     rewards = curves.judged(settings, held_out=False)

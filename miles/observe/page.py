@@ -221,7 +221,8 @@ class RunView:
 
     def _state(self) -> tuple[str, str]:
         """Return "running", "finished", "stopped" or "failed", and why."""
-        files, done = RunFiles(self.folder), self.metrics_file.steps
+        files = RunFiles(self.folder)
+        done = self.metrics_file.steps
         last = files.ended_early_after
         if (end := files.end) is not None:
             return end
@@ -305,13 +306,16 @@ def grouped(rows: Sequence[Row], whole: Sequence[Row] = ()) -> list[Json]:
             "label": _text(row.get("label")),
             "samples": [],
         }
-        empty |= {"images": images} if (images := _thumbnails(row)) else {}
+        if images := _thumbnails(row):
+            empty["images"] = images
         count = {"count": counts[_group(row), _answer(row)]} if whole else {}
         groups.setdefault(_group(row), empty)["samples"].append(_card(row, index) | count)
-    for key, group in groups.items() if whole else ():
-        every = [row for row in whole if _group(row) == key]
-        rewards = [row["reward"] for row in every if row.get("reward") is not None]
-        group |= {"size": len(every), "mean": _short(fmean(rewards)) if rewards else None}
+    if whole:
+        for key, group in groups.items():
+            every = [row for row in whole if _group(row) == key]
+            rewards = [row["reward"] for row in every if row.get("reward") is not None]
+            group["size"] = len(every)
+            group["mean"] = _short(fmean(rewards)) if rewards else None
     return list(groups.values())
 
 

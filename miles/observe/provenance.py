@@ -61,9 +61,8 @@ def in_words(facts: dict[str, Any]) -> list[str]:
 
 def versions() -> dict[str, str | None]:
     """Return the versions of miles, Python and the main packages; None for a package that is not installed."""
-    return {"miles": miles.__version__, "python": platform.python_version()} | {
-        n: installed_version(n) for n in PACKAGES
-    }
+    packages = {name: installed_version(name) for name in PACKAGES}
+    return {"miles": miles.__version__, "python": platform.python_version(), **packages}
 
 
 def _own_checkout() -> dict[str, Any] | None:
@@ -108,7 +107,8 @@ def data_files(sources: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def _sha256(path: Path) -> str:
-    digest, left = hashlib.sha256(), HASHED_BYTES
+    digest = hashlib.sha256()
+    left = HASHED_BYTES
     with path.open("rb") as file:
         while left and (block := file.read(min(left, 1 << 20))):
             digest.update(block)

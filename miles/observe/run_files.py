@@ -91,7 +91,7 @@ def finite(value: Any) -> Any:
 
 
 def dump_line(row: Mapping[str, Any], ascii_only: bool = False) -> str:
-    r"""``row`` as one line of strict JSON, if need be of ASCII. What JSON cannot hold is written as its ``str``.
+    r"""Return ``row`` as one line of strict JSON, if need be of ASCII. What JSON cannot hold is written as its ``str``.
 
     >>> dump_line({"reward": 0.5, "log_probs": [-1.0, float("nan")]})
     '{"reward": 0.5, "log_probs": [-1.0, null]}\n'
@@ -112,7 +112,7 @@ def append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read(path: Path, key: str) -> list[dict[str, Any]]:
-    """All rows; none when there is no file. A last line without its newline is still being written and is left out.
+    """Return all rows; none without a file. A last line without its newline is still being written and is left out.
 
     Raises ``ValueError`` naming file and line when another line is not a JSON object with a whole number as ``key``.
     """
@@ -446,7 +446,7 @@ class RunHeader:
         return cls(title, settings, objective_words, objective_formula, total_steps, defaults, provenance or {})
 
     def is_default(self, section: str, name: str) -> bool:
-        """Whether the setting has its default value, or has none to compare with."""
+        """Return whether the setting has its default value, or has none to compare with."""
         known = self.defaults.get(section, {})
         return name not in known or self.settings[section][name] == known[name]
 
@@ -631,7 +631,7 @@ class RunFiles:
 
     @property
     def end(self) -> tuple[str, str] | None:
-        """The state and the reason of that note; None without one, or if it is damaged."""
+        """The state and the reason from ``mark_end``; None without its note, or if that is damaged."""
         try:
             note = json.loads((self.output_dir / END).read_text(encoding="utf-8"))
             return str(note["state"]), str(note["why"])
@@ -639,13 +639,13 @@ class RunFiles:
             return None
 
     def forget_end(self) -> None:
-        """Remove both notes: the run continues."""
+        """Remove the notes of ``mark_ended_early`` and ``mark_end``: the run continues."""
         for name in (ENDED_EARLY, END):
             (self.output_dir / name).unlink(missing_ok=True)
 
     @property
     def ended_early_after(self) -> int | None:
-        """The step of that note; None without one, or if it is damaged: a run that is resumed writes it again."""
+        """The step from ``mark_ended_early``; None without its note, or if that is damaged: a resumed run writes it."""
         try:
             return int(json.loads((self.output_dir / ENDED_EARLY).read_text(encoding="utf-8"))["step"])
         except (FileNotFoundError, ValueError, TypeError, KeyError, RecursionError):

@@ -118,7 +118,7 @@ class SampleRecorder:
         advantage_by_sample: Whether phase 1 gives the advantage; otherwise the trainer makes it, and none is stored.
         token_values: How many records of an iteration the trainer completes; ``ALL``: all.
         token_columns: The columns of these records; without some, the trainer completes none.
-        thumbnails: Returns those of a prompt's images, of which so many tokens are the prompt's.
+        thumbnails: Makes thumbnails of a prompt's images; the number is the length of the prompt in tokens.
     """
 
     tokenizer: TokenDecoder
@@ -151,20 +151,21 @@ class SampleRecorder:
         weighings = _weighings(shards_by_rank, iteration * self.steps_per_iteration + 1)
         step = (iteration + 1) * self.steps_per_iteration
         group_records: dict[int, list[SampleRecord]] = {}
-        group_locations: dict[int, dict[int, Place]] = {}  # of the chosen records of a group, by their position in it
-        wanted = sum(len(group.samples) for group in groups) if self.token_values == ALL else self.token_values
-        wanted = wanted if self.token_columns else 0
+        group_places: dict[int, dict[int, Place]] = {}  # of the chosen records of a group, by their index in it
+        wanted = self.token_values if self.token_columns else 0
+        if wanted == ALL:
+            wanted = sum(len(group.samples) for group in groups)
         for number, position in enumerate(spread_order(len(groups))):
             known = list(_known(groups[position], weighings))
             records = [self._record(sample, weighing) for sample, weighing in known]
             trained = {i: weighing.place for i, (_, weighing) in enumerate(known) if weighing is not None}
             chosen = _turn(number, wanted, len(groups), len(records))
-            locations = {i: trained[i] for i in chosen if i in trained}
-            size = _size(records, step) + sum(self._reserved(known[i][0]) for i in locations)
+            places = {i: trained[i] for i in chosen if i in trained}
+            size = _size(records, step) + sum(self._reserved(known[i][0]) for i in places)
             if size > room:
                 break
             group_records[position] = records
-            group_locations[position] = locations
+            group_places[position] = places
             room -= size
             self._spent += size
         if not group_records and groups:
@@ -173,7 +174,7 @@ class SampleRecorder:
         stored = StoredSamples([], columns=self.token_columns)
         for position in sorted(group_records):
             begin = len(stored.records)
-            stored.places.update({begin + i: place for i, place in group_locations.get(position, {}).items()})
+            stored.places.update({begin + i: place for i, place in group_places.get(position, {}).items()})
             stored.records.extend(group_records[position])
         return stored
 
@@ -184,10 +185,10 @@ class SampleRecorder:
 
     def _record(self, sample: Sample, weighing: _Weighing | None) -> SampleRecord:
         """Return the record of a sample. One that its step leaves out has a mask of 0 and no weight."""
-        prompt, thumbnails = sample.prompt, self.thumbnails
+        prompt = sample.prompt
         images = None
-        if prompt.images is not None and thumbnails is not None:
-            images = thumbnails(prompt.images, len(prompt.token_ids))
+        if prompt.images is not None and self.thumbnails is not None:
+            images = self.thumbnails(prompt.images, len(prompt.token_ids))
         record = SampleRecord(
             prompt=prompt.text,
             images=images,
@@ -237,9 +238,9 @@ def _known(
     seen: dict[int, int] = {}  # samples of each trajectory so far
     for sample in group.samples:
         assert sample.trajectory_id is not None, "scored samples have one"
-        place = seen.get(sample.trajectory_id, 0)
-        seen[sample.trajectory_id] = place + 1
-        yield sample, weighings.get((sample.trajectory_id, place))
+        index = seen.get(sample.trajectory_id, 0)
+        seen[sample.trajectory_id] = index + 1
+        yield sample, weighings.get((sample.trajectory_id, index))
 
 
 def _turn(number: int, wanted: int, groups: int, samples: int) -> list[int]:
@@ -269,13 +270,14 @@ def _weighings(shards_by_rank: Sequence[Sequence[TrainShard]], first_step: int) 
             batch = shard.batch
             columns = zip(batch.trajectory_ids, batch.position_in_step, batch.rewards, batch.sample_denoms, strict=True)
             for trajectory, position, advantage, denominator in columns:
-                place = number, position
-                weighing = _Weighing(first_step + number, advantage, denominator, batch.num_trajectories, place)
+                weighing = _Weighing(
+                    first_step + number, advantage, denominator, batch.num_trajectories, place=(number, position)
+                )
                 by_trajectory.setdefault(trajectory, {})[position] = weighing
     return {
-        (trajectory, place): by_position[position]
+        (trajectory, index): by_position[position]
         for trajectory, by_position in by_trajectory.items()
-        for place, position in enumerate(sorted(by_position))
+        for index, position in enumerate(sorted(by_position))
     }
 
 

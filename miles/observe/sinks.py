@@ -82,13 +82,16 @@ class TensorBoardSink:
         from tensorboard.compat.proto.types_pb2 import DT_STRING
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._event, self._summary, self._tables = Event, Summary, tables
-        self._is_text = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+        self._event, self._summary = Event, Summary
+        self._tables = tables
+        self._text_tab = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
         one = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
         self._text = partial(TensorProto, dtype=DT_STRING, tensor_shape=one)
         # Not EventFileWriter either: its thread prints a traceback if the disk is full.
         self._record_writer = RecordWriter
-        self._folder, self._max_bytes, self._noted = folder, max_bytes, False
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._noted = False
         folder.mkdir(parents=True, exist_ok=True)
         self._open()
         if resume_step is not None:  # TensorBoard takes a start of this version as the end of later steps
@@ -137,10 +140,11 @@ class TensorBoardSink:
 
     def log_samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
         """Write some answers of an iteration as a table, in the format of TensorBoard's tab Text."""
-        if self._tables is None or not (rows := self._tables.rows(step, samples)):
+        rows = [] if self._tables is None else self._tables.rows(step, samples)
+        if not rows:
             return
         tensor = self._text(string_val=[_markdown_table(rows).encode(errors="backslashreplace")])
-        value = self._summary.Value(tag="samples", metadata=self._is_text, tensor=tensor)
+        value = self._summary.Value(tag="samples", metadata=self._text_tab, tensor=tensor)
         self._add(self._event(wall_time=time.time(), step=step, summary=self._summary(value=[value])))
         self._end_record()
 
@@ -197,9 +201,9 @@ def _markdown_cell(value: Any) -> str:
 
 
 def _table_row(step: int, sample: SampleRecord) -> list[Any]:
-    label = (
-        sample.label if sample.label is None or isinstance(sample.label, str) else json.dumps(sample.label, default=str)
-    )
+    label = sample.label
+    if label is not None and not isinstance(label, str):
+        label = json.dumps(label, default=str)
     parts = None if sample.reward_parts is None else json.dumps(sample.reward_parts)
     tokens = None if sample.tokens is None else len(sample.tokens)
     about = [label, sample.reward, parts, sample.advantage, sample.status, tokens]
@@ -535,7 +539,8 @@ class WandbSink:
         import wandb
 
         self.status: Status = "FINISHED"
-        self._tables, self._table = SampleTables(tracking, header), wandb.Table
+        self._tables = SampleTables(tracking, header)
+        self._table = wandb.Table
         chosen_id = tracking.wandb_run_id
         continued = earlier if chosen_id is None and not os.environ.get("WANDB_RUN_ID") else None
         run_id = chosen_id or continued

@@ -127,10 +127,10 @@ class Tracker:
         self._header = replace(self._header, run={} if run is None else run.to_state())
         owner = self._files.run
         if owner is not None and (run is None or run.id != owner.id):
-            this = "a checkpoint that does not say which run wrote it" if run is None else str(run)
+            continued = "a checkpoint that does not say which run wrote it" if run is None else str(run)
             self._console.note(
-                f"--output-dir {self._output_dir}: held the metrics of {owner}, and this run continues {this}; the "
-                f"files of the other are now in {self._files.set_aside()}; give each run its own --output-dir"
+                f"--output-dir {self._output_dir}: held the metrics of {owner}, and this run continues {continued}; "
+                f"the files of the other are now in {self._files.set_aside()}; give each run its own --output-dir"
             )
         elif owner is None and not self._files.is_empty:
             self._console.note(
@@ -236,15 +236,15 @@ class Tracker:
         for service in services:
             service.status = status
         # Local sinks first: a service may take long.
-        ours: list[Sink] = [sink for sink in (*self._sinks, *self._further) if sink not in services]
+        local: list[Sink] = [sink for sink in (*self._sinks, *self._further) if sink not in services]
         if self._tensorboard is not None:
-            ours.append(self._tensorboard)  # every event is in its file already
+            local.append(self._tensorboard)  # every event is in its file already
         first: Exception | None = None
-        for sink in (*ours, *services):
+        for sink in (*local, *services):
             try:
                 sink.close()
             except Exception as error:
-                if first is None and status == "FINISHED" and sink in ours:
+                if first is None and status == "FINISHED" and sink in local:
                     first = error
                 else:
                     print(failure_note(type(sink).__name__, error), file=sys.stderr)

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 LENGTHS = (7, 3, 5, 1, 6, 6, 2, 8, 4, 8, 1, 5, 3, 2, 8, 6)  # of four groups of four
 RANKS = (((0, 4, 8, 12), (1, 5, 9, 13)), ((2, 6, 10, 14), (3, 7, 11, 15)))  # their micro-batches: uneven tokens
-MASKED, EQUAL = 10, (12, 13, 14, 15)  # a response without loss tokens, and a group of advantage 0
+MASKED = 10  # a response without loss tokens
+EQUAL = (12, 13, 14, 15)  # a group of advantage 0
 
 
 def draw(seed: int) -> dict[str, Any]:
@@ -65,11 +66,12 @@ def our_gradient(loss: LossArguments, case: dict[str, Any]) -> tuple[float, torc
         divisor=loss.loss_aggregation_divisor,
     )
     total = 0.0
-    for micro in (place for rank in case["ranks"] for place in rank):
+    for micro in [micro for rank in case["ranks"] for micro in rank]:
         lengths = [LENGTHS[place] for place in micro]
         is_token = torch.arange(max(LENGTHS)) < torch.tensor(lengths)[:, None]
         flat = {name: value[list(micro)][is_token] for name, value in columns.items()}
-        size, total_lengths = sum(lengths), tuple(n + 1 for n in lengths)
+        size = sum(lengths)
+        total_lengths = tuple(length + 1 for length in lengths)
         batch = MicroBatch(
             input_ids=torch.zeros(sum(total_lengths), dtype=torch.int64),
             position_ids=torch.zeros(sum(total_lengths), dtype=torch.int64),

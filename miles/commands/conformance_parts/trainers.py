@@ -79,10 +79,15 @@ def trl(case: dict[str, Any], log_probs: torch.Tensor) -> float:
         ratios = ratios.clamp(max=bound) if "truncate" in trainer.vllm_importance_sampling_mode else ratios
         ratios = ratios.masked_fill(ratios > bound, 0.0)
         inputs = {
-            **{"prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1] + 1, "completion_ids": ids},
-            **{"completion_mask": columns["mask"], "advantages": columns["advantages"][:, 0]},
-            **{"old_per_token_logps": columns["old"], "ref_per_token_logps": columns["ref"]},
-            **{"num_items_in_batch": tokens * share, "importance_sampling_ratio": ratios},
+            "prompt_ids": ids[:, :1],
+            "prompt_mask": ids[:, :1] + 1,
+            "completion_ids": ids,
+            "completion_mask": columns["mask"],
+            "advantages": columns["advantages"][:, 0],
+            "old_per_token_logps": columns["old"],
+            "ref_per_token_logps": columns["ref"],
+            "num_items_in_batch": tokens * share,
+            "importance_sampling_ratio": ratios,
         }
         loss: torch.Tensor = trainer._compute_loss(trainer.model, inputs)
         return loss
@@ -106,12 +111,13 @@ def verl(case: dict[str, Any], log_probs: torch.Tensor) -> float:
     losses: Any = importlib.import_module("verl.workers.utils.losses")
     losses.no_padding_2_padding = lambda values, _: values
     settings = dict(case["settings"])
-    own = {name.removeprefix("policy_loss."): settings.pop(name) for name in [*settings] if name.startswith("policy_")}
+    names = [name for name in settings if name.startswith("policy_")]
+    of_policy = {name.removeprefix("policy_loss."): settings.pop(name) for name in names}
     config = configs.FSDPActorConfig(
         rollout_n=4,
         ppo_micro_batch_size_per_gpu=1,
         optim=configs.FSDPOptimizerConfig(lr=1e-6),
-        policy_loss=configs.PolicyLossConfig(**own),
+        policy_loss=configs.PolicyLossConfig(**of_policy),
         **settings,
     )
     mask = torch.tensor(case["columns"]["mask"], dtype=torch.float64)

@@ -285,7 +285,7 @@ _VALUES_DECIDE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shap
 _NOTED_APART = ("c10d", "_c10d_functional", "fsdp")
 
 
-class _Made(NamedTuple):
+class _Output(NamedTuple):
     """A tensor that an operation returns: a tensor that it is given, a view of one, or a new one."""
 
     source: int | None  # index of that tensor
@@ -300,7 +300,7 @@ class _Made(NamedTuple):
 class Known(NamedTuple):
     """The effects of an operation."""
 
-    made: tuple[_Made, ...]
+    outputs: tuple[_Output, ...]
     container: type | None  # of the tensors that it returns; None for one tensor
     work: Work | None
 
@@ -329,7 +329,7 @@ class KnownOperations:
         return tuple(parts), tensors
 
     def _is_repeatable(self, func: Any) -> bool:
-        """Return whether only dtypes and shapes of tensors decides what ``func`` does."""
+        """Return whether only dtypes and shapes of tensors decide what ``func`` does."""
         is_repeatable = self._repeatable.get(func)
         if is_repeatable is None:
             is_free = func is torch.ops.aten.index.Tensor or _VALUES_DECIDE.isdisjoint(func.tags)  # without masks
@@ -345,7 +345,7 @@ class KnownOperations:
         key: Key,
         tensors: list[torch.Tensor],
         result: Any,
-        made: list[torch.Tensor],
+        outputs: list[torch.Tensor],
         work: Work | None,
     ) -> None:
         """Note the result of a call, unless it is not clear how to repeat it."""
@@ -353,11 +353,12 @@ class KnownOperations:
             return
         indices = {id(tensor): place for place, tensor in enumerate(tensors)}
         storages = {tensor.untyped_storage()._cdata: place for place, tensor in reversed([*enumerate(tensors)])}
-        recipes = [_made(tensor, indices, storages) for tensor in made]
+        recipes = [_output(tensor, indices, storages) for tensor in outputs]
         is_simple = isinstance(result, torch.Tensor) or (
-            type(result) in (tuple, list) and len(result) == len(made)  # nothing else is in it
+            type(result) in (tuple, list) and len(result) == len(outputs)  # nothing else is in it
         )
-        new = [t.untyped_storage()._cdata for t, how in zip(made, recipes, strict=True) if how and how.source is None]
+        pairs = zip(outputs, recipes, strict=True)
+        new = [tensor.untyped_storage()._cdata for tensor, how in pairs if how and how.source is None]
         if not is_simple or None in recipes or len(set(new)) < len(new):
             self._known[key] = None
             return
@@ -366,10 +367,10 @@ class KnownOperations:
 
     def repeat(self, known: Known, tensors: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
         """Return the result of a known operation on other tensors, and the tensors in it."""
-        made = [self._repeated(how, tensors) for how in known.made]
-        return (made[0] if known.container is None else known.container(made)), made
+        outputs = [self._repeated(how, tensors) for how in known.outputs]
+        return (outputs[0] if known.container is None else known.container(outputs)), outputs
 
-    def _repeated(self, how: _Made, tensors: list[torch.Tensor]) -> torch.Tensor:
+    def _repeated(self, how: _Output, tensors: list[torch.Tensor]) -> torch.Tensor:
         if how.source is not None and not how.is_view:
             return tensors[how.source]
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
@@ -383,12 +384,12 @@ class KnownOperations:
         attributes = self._attributes.get(device)
         if attributes is None:
             attributes = self._attributes[device] = vars(FakeTensor(self._fake, tensor, device))
-        made: FakeTensor = torch.Tensor._make_subclass(
+        result: FakeTensor = torch.Tensor._make_subclass(
             FakeTensor, tensor, dispatch_device=True, device_for_backend_keys=device
         )
-        torch._C._set_throw_on_mutable_data_ptr(made)
-        vars(made).update(attributes)
-        return made
+        torch._C._set_throw_on_mutable_data_ptr(result)
+        vars(result).update(attributes)
+        return result
 
 
 def _describe(values: Iterable[Any], parts: list[Any], tensors: list[torch.Tensor], indices: dict[int, int]) -> bool:
@@ -417,7 +418,7 @@ def _describe(values: Iterable[Any], parts: list[Any], tensors: list[torch.Tenso
     return is_decided
 
 
-def _made(tensor: torch.Tensor, indices: dict[int, int], storages: dict[int, int]) -> _Made | None:
+def _output(tensor: torch.Tensor, indices: dict[int, int], storages: dict[int, int]) -> _Output | None:
     """Return how to make such a tensor, or None if there is more to it."""
     place = indices.get(id(tensor))
     if type(tensor) is not FakeTensor or tensor.layout is not torch.strided:
@@ -428,13 +429,13 @@ def _made(tensor: torch.Tensor, indices: dict[int, int], storages: dict[int, int
     shape, stride, offset = tensor.shape, tensor.stride(), int(tensor.storage_offset())
     how = (shape, stride, offset, tensor.dtype, tensor.fake_device)
     if place is not None:
-        return _Made(place, False, *how)
+        return _Output(place, False, *how)
     if storage._cdata in storages:
-        return _Made(storages[storage._cdata], True, *how)
+        return _Output(storages[storage._cdata], True, *how)
     extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if tensor.numel() else 0
     if offset or storage.nbytes() != extent * tensor.itemsize:
         return None
-    return _Made(None, False, *how)
+    return _Output(None, False, *how)
 
 
 aten = torch.ops.aten
@@ -502,7 +503,8 @@ class Meter(TorchDispatchMode):
         FSDP resizes the storages of gathered weights in place. DTensor infers the shape of a result from whole tensors,
         under the same fake mode.
         """
-        original, infer = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
+        original = torch.UntypedStorage.resize_
+        infer = ShardingPropagator._propagate_tensor_meta_non_cached
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
             result = original(storage, size)
@@ -565,24 +567,24 @@ class Meter(TorchDispatchMode):
         is_real = not any(isinstance(t, FakeTensor) for t in reads) if reads else _creates_integers(func, args, kwargs)
         known = None if is_real or key is None else self._operations.find(key)
         if known is not None:
-            result, made = self._operations.repeat(known, reads)
-            for tensor in made:
+            result, outputs = self._operations.repeat(known, reads)
+            for tensor in outputs:
                 self._track(tensor)
-            self._note_operation(func, reads, made, known.work)
+            self._note_operation(func, reads, outputs, known.work)
             return result
         result = self._run(func, args, kwargs, is_real)
-        made = [leaf for leaf in tree_iter(result) if isinstance(leaf, torch.Tensor)]
-        for tensor in made:
+        outputs = [leaf for leaf in tree_iter(result) if isinstance(leaf, torch.Tensor)]
+        for tensor in outputs:
             self._track(tensor)
         if func.namespace in ("c10d", "_c10d_functional"):
-            self._note_message(func, args, kwargs, [*reads, *made])
+            self._note_message(func, args, kwargs, [*reads, *outputs])
             return result
         if func.name() == "fsdp::chunk_cat":
             self.label(reads, MemoryKind.GRADIENTS)  # whole ones, on their way to the reduction
-        work = _work_of(func, args, kwargs, reads, made, result)
-        self._note_operation(func, reads, made, work)
+        work = _work_of(func, args, kwargs, reads, outputs, result)
+        self._note_operation(func, reads, outputs, work)
         if key is not None and not is_real:
-            self._operations.learn(key, reads, result, made, work)
+            self._operations.learn(key, reads, result, outputs, work)
         return result
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_real: bool) -> Any:
@@ -650,19 +652,19 @@ class Meter(TorchDispatchMode):
         self.record.tally(self.phase).messages[message] += 1
 
     def _note_operation(
-        self, func: Any, reads: list[torch.Tensor], made: list[torch.Tensor], work: Work | None
+        self, func: Any, reads: list[torch.Tensor], outputs: list[torch.Tensor], work: Work | None
     ) -> None:
         if work is not None:
             self.record.tally(self.phase).work[work] += 1
 
 
 def _work_of(
-    func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], made: list[torch.Tensor], result: Any
+    func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], outputs: list[torch.Tensor], result: Any
 ) -> Work | None:
     """Return the work of an operation, if it has any."""
-    if func.is_view or not (tensors or made):
+    if func.is_view or not (tensors or outputs):
         return None
-    floating = [tensor for tensor in (*tensors, *made) if tensor.is_floating_point()]
+    floating = [tensor for tensor in (*tensors, *outputs) if tensor.is_floating_point()]
     if not floating:
         return None
     packet = func._overloadpacket
@@ -673,7 +675,7 @@ def _work_of(
         flops = flop_registry[packet](*args, **kwargs, out_val=result)
     if func._opname in ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"):
         return None
-    read, written = {id(tensor): tensor.nbytes for tensor in tensors}, sum(tensor.nbytes for tensor in made)
+    read, written = {id(tensor): tensor.nbytes for tensor in tensors}, sum(tensor.nbytes for tensor in outputs)
     itemsize = floating[0].element_size()  # of the first operand; some kernels return statistics in fp32
     return Work(flops, sum(read.values()) + written, itemsize)
 
@@ -716,9 +718,9 @@ def _grouped_in_fp32(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None
     if a.ndim == b.ndim == 2:
         assert offs is not None
         return a.new_empty(offs.shape[0], a.shape[0], b.shape[1])
-    return (
-        a.new_empty(*a.shape[:-1], b.shape[-1]) if a.ndim == 2 or b.ndim == 3 else a.new_empty(a.shape[1], b.shape[1])
-    )
+    if a.ndim == 2 or b.ndim == 3:
+        return a.new_empty(*a.shape[:-1], b.shape[-1])
+    return a.new_empty(a.shape[1], b.shape[1])
 
 
 def _fake_coalesced(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -277,7 +277,7 @@ def model_size(config: Any) -> ModelSize:
     with torch.device("meta"):
         model = class_of(config).from_config(config)
     text = config.get_text_config()
-    experts = next((n for name in _EXPERTS if (n := getattr(text, name, None))), 0)
+    experts = next(filter(None, (getattr(text, name, None) for name in _EXPERTS)), 0)
     chosen = getattr(text, "num_experts_per_tok", None) or 1
     encoders = set[str]()
     if reads_images(config.to_dict()):
@@ -422,7 +422,8 @@ def phases_of_rank(settings: Settings, trace: RankTrace, generation: GenerationE
     offload = settings.offload("cuda")
     engine = {MemoryKind.ENGINE: generation.device_bytes, MemoryKind.KV_CACHE: generation.cache_bytes} if shares else {}
     while_training = {} if offload.rollout else engine
-    peaks, resident = {p: _on_device(u, settings) for p, u in trace.peaks.items()}, _on_device(trace.resident, settings)
+    peaks = {phase: _on_device(usage, settings) for phase, usage in trace.peaks.items()}
+    resident = _on_device(trace.resident, settings)
     phases = {Phase.BUILD: _sum(peaks[Phase.BUILD], while_training)}
     if generation.engines:
         phases[Phase.GENERATE] = _sum({} if offload.train else resident, engine)

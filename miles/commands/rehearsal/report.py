@@ -1,4 +1,4 @@
-"""Write the figures of a rehearsal as text and as JSON."""
+"""Write the figures of a rehearsal as text, as JSON and as a page."""
 
 from __future__ import annotations
 
@@ -93,7 +93,8 @@ def _memory(rehearsal: Rehearsal) -> list[str]:
 
 
 def _verdict(rehearsal: Rehearsal) -> str:
-    worst, spare = rehearsal.worst, (rehearsal.memory - rehearsal.worst.peak) / GIB
+    worst = rehearsal.worst
+    spare = (rehearsal.memory - worst.peak) / GIB
     where = f"rank {worst.trace.rank} needs {worst.peak / GIB:.1f} GiB in the phase {worst_phase(worst.phases)}"
     if spare >= 0:
         return f"FITS: {where}; {spare:.1f} GiB of {rehearsal.memory / GIB:.1f} are left"
@@ -411,7 +412,8 @@ def _schedule(rehearsal: Rehearsal) -> str:
     drawn = min(micro_batches, max(MOST_DRAWN, 2 * stages))
     tasks = list(one_forward_one_backward(stages, drawn, rehearsal.chunks))
     end = max(task.start + task.length for task in tasks)
-    unit, shapes = (WIDTH - LEFT) / end, []
+    unit = (WIDTH - LEFT) / end
+    shapes = []
     for task in tasks:
         colors = FORWARD if task.is_forward else BACKWARD
         kind = "forward" if task.is_forward else "backward"
@@ -551,12 +553,12 @@ def timeline_of(rehearsal: Rehearsal) -> Timeline | None:
     if generates:
         rollout.append(_lane(Side.ROLLOUT, Phase.GENERATE, generation, 0.0))
         if overlaps:
-            waits = _beyond(training, generation), _beyond(generation, training)
-            trainer += _waits(Side.TRAINER, waits[1], begin + _middle(training), meet)
+            rollout_waits, trainer_waits = _beyond(training, generation), _beyond(generation, training)
+            trainer += _waits(Side.TRAINER, trainer_waits, begin + _middle(training), meet)
         else:
-            waits = training, generation
-            trainer = _waits(Side.TRAINER, waits[1], 0.0, begin) + trainer
-        rollout += _waits(Side.ROLLOUT, waits[0], _middle(generation), meet)
+            rollout_waits, trainer_waits = training, generation
+            trainer = _waits(Side.TRAINER, trainer_waits, 0.0, begin) + trainer
+        rollout += _waits(Side.ROLLOUT, rollout_waits, _middle(generation), meet)
     updates = [_lane(Side.BOTH, Phase.SYNC, sync, meet)] if sync != NOTHING else []
     busy = Seconds(max(generation.low, training.low), max(generation.high, training.high))
     seconds = (busy if overlaps else generation + training) + sync
@@ -568,7 +570,8 @@ def _trainer_lanes(rehearsal: Rehearsal, begin: float) -> list[Lane]:
     settings = rehearsal.settings
     scoring = rehearsal.scoring
     lanes = [_lane(Side.TRAINER, Phase.SCORE, scoring, begin)] if scoring != NOTHING else []
-    steps, start = settings.steps_per_iteration, begin + _middle(scoring)
+    steps = settings.steps_per_iteration
+    start = begin + _middle(scoring)
     of_step = _middle(rehearsal.step)
     for phase in (Phase.TRAIN, Phase.REDUCE, Phase.OPTIMIZE):
         each = rehearsal.phase_seconds(phase)

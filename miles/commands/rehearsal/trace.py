@@ -75,7 +75,8 @@ def _image(model: str, side: int) -> PromptImages:
 
     from miles.models.images import expansions, load_processor
 
-    processor, sizes = load_processor(model), ((side, side),)
+    processor = load_processor(model)
+    sizes = ((side, side),)
     file = io.BytesIO()
     Image.new("RGB", sizes[0]).save(file, "PNG")
     counts = (expansions(model, sizes)[0].count(processor.image_token),)
@@ -83,7 +84,7 @@ def _image(model: str, side: int) -> PromptImages:
 
 
 def prompt_length(settings: Settings) -> int:
-    """Return the assumed tokens of a prompt, those of its image included.
+    """Return the assumed tokens of a prompt, with its image.
 
     Raises:
         ValueError: Its image has no room in it.
@@ -179,8 +180,8 @@ def _batch(
 
         start = prompt_tokens - image.counts[0]
         tokens[:, start:prompt_tokens] = image.placeholder_id
-        made = tensors_of(image)
-        of_prompts = [replace(made, starts=(start,)) for _ in range(0, samples, per_prompt)]  # each encoded by itself
+        pixels = tensors_of(image)
+        of_prompts = [replace(pixels, starts=(start,)) for _ in range(0, samples, per_prompt)]  # each encoded by itself
         images = [of_prompts[i // per_prompt] for i in range(samples)]
     return replace(
         batch,
@@ -201,11 +202,11 @@ def _groups(samples: int, per_prompt: int) -> list[PromptGroup]:
     groups = []
     for index, first in enumerate(range(0, samples, per_prompt)):
         prompt = Prompt("", (0,))
-        made = [
+        answers = [
             Sample(prompt, index, i, [0], "", [1], [0.0], teacher_log_probs=[0.0], reward=float(i % 2))
             for i in range(first, min(first + per_prompt, samples))
         ]
-        groups.append(PromptGroup(index, prompt, made, baseline_reward=0.5))
+        groups.append(PromptGroup(index, prompt, answers, baseline_reward=0.5))
     return groups
 
 
@@ -278,7 +279,8 @@ class _Row:
         follows = last is not None and (last.place, last.is_backward) == (expected, is_backward)
         self._neighbour = record.since(last.moment) if last is not None and follows else None
         if self._neighbour is not None:
-            across, adjacent = (FIRST - 1, FIRST - 1) if is_backward else (FIRST, FIRST + 1)
+            across = FIRST - 1 if is_backward else FIRST
+            adjacent = FIRST - 1 if is_backward else FIRST + 1
             if place == adjacent and (before is None or not record.is_equal(before, self._neighbour)):
                 raise UnequalLayers("neighbours in a row were recorded differently")
             if place == across:
@@ -315,8 +317,8 @@ def _structure(layer: nn.Module) -> list[Any]:
         }
         tensors = [
             (key, tensor.shape, tensor.dtype, tensor.requires_grad)
-            for held in (module._parameters, module._buffers)
-            for key, tensor in held.items()
+            for tensors_by_name in (module._parameters, module._buffers)
+            for key, tensor in tensors_by_name.items()
             if tensor is not None
         ]
         parts.append((name, type(module), settings, tensors))
@@ -374,8 +376,9 @@ def conversions_in_place() -> AbstractContextManager[object]:
     """
 
     def apply(module: torch.nn.Module, function: Callable[[Any], Any], recurse: bool = True) -> torch.nn.Module:
-        for child in module.children() if recurse else ():
-            apply(child, function)
+        if recurse:
+            for child in module.children():
+                apply(child, function)
         for parameter in module._parameters.values():
             if parameter is not None:
                 like = function(parameter.detach())
@@ -445,7 +448,10 @@ class _Run:
     def __init__(
         self, settings: Settings, rank: int, backend: RehearsedBackend, meter: Meter, shard: TrainShard
     ) -> None:
-        self.settings, self.rank, self.backend, self.meter = settings, rank, backend, meter
+        self.settings = settings
+        self.rank = rank
+        self.backend = backend
+        self.meter = meter
         self.record: Record = meter.record
         plans = shard.micro_batches
         traced = backend.traced_micro_batches(len(plans))
@@ -460,7 +466,8 @@ class _Run:
 
     def trace(self) -> RankTrace:
         """Run, and return what was counted."""
-        meter, record, objective = self.meter, self.record, build_objective(self.settings.loss)
+        meter, record = self.meter, self.record
+        objective = build_objective(self.settings.loss)
         meter.label(self.backend.weights(), MemoryKind.WEIGHTS)
         roles: list[Role[Any]] = []
         if self.settings.loss.type.trains_policy:
@@ -494,10 +501,10 @@ class _Run:
         per_micro_batch = (Phase.SCORE, Phase.TRAIN)
         tallies = {p: t.scaled(self.factor if p in per_micro_batch else 1.0) for p, t in record.tallies.items()}
         storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self.backend.weights()}
-        size = sum(storages.values())
-        building = {MemoryKind.WEIGHTS: size} if self.backend.reads_on_host else record.peaks()[Phase.BUILD]
+        weight_bytes = sum(storages.values())
+        building = {MemoryKind.WEIGHTS: weight_bytes} if self.backend.reads_on_host else record.peaks()[Phase.BUILD]
         peaks = {Phase.BUILD: building, **steady_peaks}
-        return RankTrace(self.rank, size, resident, peaks, tallies, self.count, self.tokens, self.step_tokens)
+        return RankTrace(self.rank, weight_bytes, resident, peaks, tallies, self.count, self.tokens, self.step_tokens)
 
     def _step(self, role: Role[Any]) -> None:
         self.backend.expect(self.shard)

@@ -155,9 +155,8 @@ async def _evaluate(eval_set: EvalSet, tools: GroupTools, seed: int) -> SetResul
     for group in groups:
         group.dropped_trajectories = eval_set.samples_per_prompt - len(group.trajectories)
     rewards, passed = [group.trajectory_rewards for group in groups], [passes_of(group) for group in groups]
-    means = {
-        name: v for name, v in values.items() if name not in ("accuracy", "reward") and not name.startswith("pass@")
-    }
+    estimated = [name for name in values if name in ("accuracy", "reward") or name.startswith("pass@")]
+    means = {name: value for name, value in values.items() if name not in estimated}
     per_prompt = eval_set.samples_per_prompt
     return SetResult(eval_set.name, len(eval_set.prompts), per_prompt, estimates(rewards, passed), means, samples)
 
@@ -167,12 +166,11 @@ def estimates(
 ) -> dict[str, Estimate]:
     """Return the mean reward, called accuracy if each is 0 or 1, and pass@k for powers of two.
 
-    Each has its interval over prompts.
+    Each has its interval over prompts. Answers without a reward (``--reward-error drop``) are in the passes alone, as
+    failures.
 
-    Answers without a reward (``--reward-error drop``) are in the passes alone, as failures.
-
-    >>> found = estimates([[1.0, 1.0], [0.0, 0.0]], [[True, True], [False, False]])
-    >>> {name: str(estimate) for name, estimate in found.items()}
+    >>> by_name = estimates([[1.0, 1.0], [0.0, 0.0]], [[True, True], [False, False]])
+    >>> {name: str(estimate) for name, estimate in by_name.items()}
     {'accuracy': '0.500 [0.095, 0.905]', 'pass@1': '0.500 [0.095, 0.905]', 'pass@2': '0.500 [0.095, 0.905]'}
 
     Raises:
@@ -185,10 +183,10 @@ def estimates(
     means = mean_over_prompts([sum(rewards) / len(rewards) for rewards in answered])
     by_name = {"accuracy" if is_accuracy else "reward": means}
     most = max(map(len, passes_by_prompt))
-    for k in powers_of_two(most) if most > 1 else ():
-        by_name[f"pass@{k}"] = mean_over_prompts(
-            [pass_at_k(len(passed), sum(passed), k) for passed in passes_by_prompt if len(passed) >= k]
-        )
+    if most > 1:
+        for k in powers_of_two(most):
+            rates = [pass_at_k(len(passed), sum(passed), k) for passed in passes_by_prompt if len(passed) >= k]
+            by_name[f"pass@{k}"] = mean_over_prompts(rates)
     return by_name
 
 
@@ -201,7 +199,7 @@ async def answer(
     max_new_tokens: int | None,
     images: Sequence[str] = (),
 ) -> list[Sample]:
-    """Return ``n`` answers to a prompt, which is rendered as the run renders its own. Those to a row are scored.
+    """Return ``n`` answers to a prompt, rendered as the run renders its own. Answers to a row are scored.
 
     Args:
         settings: From ``settings_for``.

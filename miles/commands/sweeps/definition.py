@@ -130,7 +130,7 @@ class _Values:
         words = []
         if config is not None:
             for name in config if isinstance(config, list) else [config]:
-                words += [f"{FLAG}={name}"]
+                words.append(f"{FLAG}={name}")
         if isinstance(flags, str):
             try:
                 tokens = shlex.split(flags, comments=True)
@@ -421,7 +421,8 @@ def _fetch_models(definition: Definition) -> tuple[bool, dict[str, list[str]]]:
     for variant in definition.variants:
         model = read_command(definition.words, {**definition.flags, **variant.flags}).settings.model
         variants.setdefault(model, []).append(variant.name)
-    is_any, errors = False, dict[str, list[str]]()
+    is_any = False
+    errors = dict[str, list[str]]()
     for model, names in variants.items():
         try:
             is_any |= fetch_configs(model).is_any
@@ -441,9 +442,9 @@ def _located(errors: Mapping[str, Iterable[str]], variants: list[str]) -> Iterat
 
 def _planned(definition: Definition, variant: SweepVariant, seed: int, out: Path) -> PlannedRun:
     folder = out / variant.name / f"seed-{seed}"
-    own = seed + variant.seed_offset
+    run_seed = seed + variant.seed_offset
     keywords = {**definition.flags, **variant.flags}
-    keywords |= {"seed": own, "rollout_seed": own, "output_dir": str(folder)}
+    keywords |= {"seed": run_seed, "rollout_seed": run_seed, "output_dir": str(folder)}
     section = read_command(definition.words, keywords).settings.checkpoint
     if section.save is not None:
         keywords["save"] = _own_place(section.save, folder / CHECKPOINTS, variant.name, seed)
@@ -451,7 +452,7 @@ def _planned(definition: Definition, variant: SweepVariant, seed: int, out: Path
         exports = folder / EXPORT / "{iteration}" if names_iteration(section.save_hf) else folder / EXPORT
         keywords["save_hf"] = _own_place(section.save_hf, exports, variant.name, seed)
     command = _on_one_rank(read_command(definition.words, keywords))
-    settings = _judged(command, folder, own)
+    settings = _judged(command, folder, run_seed)
     resuming = None
     if section.save is not None:
         from_checkpoint = {"load": keywords["save"], **dict.fromkeys(_STARTING_POINT)}

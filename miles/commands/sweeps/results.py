@@ -361,7 +361,8 @@ def _in_parts(file: MetricsFile, name: str, ends: Sequence[int]) -> NDArray[np.f
 
 
 def _tables(results: Results) -> list[dict[str, Any]]:
-    rows, last, baseline = results.rows(), results.definition.last, results.definition.baseline
+    rows = results.rows()
+    last, baseline = results.definition.last, results.definition.baseline
     summaries = ["final value", f"mean of the last {last}", "area under the curve, per step"]
     columns = ["metric", "variant", *summaries, "seeds"]
     changes = _by_variant(rows, lambda row: row.difference)
@@ -413,10 +414,13 @@ def text_table(results: Results) -> str:
         return "no run is finished"
     head = ["metric", "variant", f"mean of the last {results.definition.last}", "seeds"]
     compares = len(results.variants) > 1
-    cells = [head + [f"difference from {results.definition.baseline}"] * compares]
+    if compares:
+        head.append(f"difference from {results.definition.baseline}")
+    cells = [head]
     for row in rows:
-        difference = "" if row.difference is None else interval_text(row.difference)
-        cells.append([row.metric, row.variant, interval_text(row.mean), str(row.mean.count)] + [difference] * compares)
+        cells.append([row.metric, row.variant, interval_text(row.mean), str(row.mean.count)])
+        if compares:
+            cells[-1].append("" if row.difference is None else interval_text(row.difference))
     widths = [max(len(line[place]) for line in cells) for place in range(len(cells[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells

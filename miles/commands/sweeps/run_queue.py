@@ -86,8 +86,8 @@ class Machine:
     def here(cls, environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> Machine:
         """Look at this machine."""
         cores = tuple(sorted(os.sched_getaffinity(0)))
-        nodes = tuple(name for path in devices.glob("nvidia*") if re.fullmatch(r"\d+", name := path.name[6:]))
-        gpus = tuple(str(number) for number in range(len(nodes)))
+        nodes = [path for path in devices.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
+        gpus = tuple(map(str, range(len(nodes))))
         if VISIBLE in environment:
             gpus = tuple(filter(None, (part.strip() for part in environment[VISIBLE].split(","))))
         return cls(cores, min(len(cores), cpu_quota() or len(cores)), gpus)
@@ -127,12 +127,13 @@ def slots(jobs: int | None, runs: Sequence[Settings], machine: Machine) -> list[
     if jobs is None:
         there = len(machine.gpus) if uses_gpus else int(machine.busy)
         jobs = 1 if joined or share_engines else max(1, there // needed)
+    jobs = min(jobs, len(runs))
     result = []
-    for number in range(min(jobs, len(runs))):
-        gpus = (
-            tuple(machine.gpus[(number * needed + k) % len(machine.gpus)] for k in range(needed)) if uses_gpus else None
-        )
-        result.append(Slot(_share(machine.cores, number, min(jobs, len(runs))), gpus))
+    for number in range(jobs):
+        gpus = None
+        if uses_gpus:
+            gpus = tuple(machine.gpus[(number * needed + k) % len(machine.gpus)] for k in range(needed))
+        result.append(Slot(_share(machine.cores, number, jobs), gpus))
     return result
 
 
@@ -357,7 +358,8 @@ class RunQueue:
         """Start the command of a run once, and wait for it; None if the queue is stopping."""
         run.begin()
         words = run.command()
-        began, clock = time.strftime("%Y-%m-%d %H:%M:%S"), time.monotonic()
+        began = time.strftime("%Y-%m-%d %H:%M:%S")
+        clock = time.monotonic()
         with run.log.open("ab") as log:
             log.write(f"--- {began} {shlex.join(public_words(words))}\n".encode())
             position = log.tell()

@@ -145,8 +145,15 @@ class SweptRun:
         """Make the folder and note its purpose in it. Attempts that were made are kept."""
         self.folder.mkdir(parents=True, exist_ok=True)
         record = self._record() or {"attempts": []}
-        own = {"variant": self.planned.variant, "seed": self.planned.seed, "words": public_words(self.planned.words)}
-        self._write({**own, "files": self._files(), "attempts": record["attempts"]})
+        self._write(
+            {
+                "variant": self.planned.variant,
+                "seed": self.planned.seed,
+                "words": public_words(self.planned.words),
+                "files": self._files(),
+                "attempts": record["attempts"],
+            }
+        )
 
     def _files(self) -> dict[str, str]:
         """Return a hash of each file of further settings, by the flag that names it: its words are not flags."""

@@ -1,4 +1,4 @@
-"""Read the text of a file."""
+"""Read a file of settings in any of its formats, with the files that it inherits from."""
 
 import ast
 import itertools
@@ -83,7 +83,8 @@ def read_toml(path: str, text: str) -> Document:
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         line = re.search(r"at line (\d+)", str(error))
         fail(path, int(line[1]) if line else text.rstrip().count("\n") + 1, f"not TOML ({error}); correct it")
-    lines, table = dict[str, int](), ""
+    lines = dict[str, int]()
+    table = ""
     for number, row in enumerate(text.splitlines(), 1):
         if match := _TABLE.match(row):
             table = match[1].replace(" ", "") + "."
@@ -116,8 +117,10 @@ def _leaves(path: str, node: yaml.Node, prefix: str, depth: int) -> list[Setting
         fail(path, node.start_mark.line + 1, f"is nested more than {strict_json.MAX_DEPTH} levels deep")
     settings: list[Setting] = []
     yaml.SafeLoader("").flatten_mapping(node)  # <<: *anchor
-    for name, part in {str(getattr(name, "value", "?")): (name, part) for name, part in node.value}.values():
-        key, line = f"{prefix}{getattr(name, 'value', '?')}", name.start_mark.line + 1
+    pairs = {str(getattr(name, "value", "?")): (name, part) for name, part in node.value}  # the last of a name counts
+    for text, (name, part) in pairs.items():
+        key = f"{prefix}{text}"
+        line = name.start_mark.line + 1
         if isinstance(part, yaml.MappingNode) and part.value:
             settings += _leaves(path, part, f"{key}.", depth + 1)
             if len(settings) > 100_000:  # aliases can multiply an object without end
@@ -343,10 +346,11 @@ def _counts() -> dict[str, float]:
         most = 1 if action.nargs is None else 0 if action.nargs == 0 else math.inf
         counts |= dict.fromkeys(action.option_strings, most)
     tables = (table_of("openrlhf"), table_of("openrlhf_underscores"))
-    for key, row in ((key, row) for table in tables for key, row in table.rows.items()):
-        kinds = {bool: 0.0, list: math.inf}
-        now = tables[0].rows.get(row.now, row)
-        counts[key] = 0.0 if now.kind == "switch" else kinds.get(type(row.default), 1.0)
+    kinds = {bool: 0.0, list: math.inf}
+    for table in tables:
+        for key, row in table.rows.items():
+            now = tables[0].rows.get(row.now, row)
+            counts[key] = 0.0 if now.kind == "switch" else kinds.get(type(row.default), 1.0)
     return counts
 
 
@@ -442,7 +446,8 @@ def _training(
     path: str, script: Script, sources: _Sources, fitting: list[tuple[list[Word], int]], style: str
 ) -> Document:
     command, place = fitting[-1]
-    rest, words = command[place:], tuple(word.text for word in command)
+    rest = command[place:]
+    words = tuple(word.text for word in command)
     if style == "trl" and any("." in word.text.partition("=")[0] and _OVERRIDE.match(word.text) for word in rest):
         style = "overrides"  # NeMo-RL's programs have such names too
     settings, elsewhere = _overrides(rest) if style in ("overrides", "settings") else _flags(rest)
@@ -547,7 +552,8 @@ def _flags(words: Sequence[Word]) -> tuple[list[Setting], list[Word]]:
 
 def _takes(last: Setting, text: str) -> bool:
     """Return whether an expansion is a value of the flag before it, and not separate flags."""
-    most, is_all_words = most_values(last.key), _ALL_WORDS.fullmatch(text) is not None
+    most = most_values(last.key)
+    is_all_words = _ALL_WORDS.fullmatch(text) is not None
     if last.value is not True:
         count = len(last.value) if isinstance(last.value, list) else 1
         return most is not None and count < most and not is_all_words and not _HOLDS_FLAGS.match(text)
@@ -659,7 +665,8 @@ def _interpolated(document: Document) -> Document:
             if isinstance(setting.value, Expression) and "${" in setting.value.text and document.kind != "python":
                 text = _REFERENCE.sub(lambda match, key=key: _referred(match, key, settings), setting.value.text)  # type: ignore[misc]
                 if text != setting.value.text:
-                    settings[key], changed = replace(setting, value=scalar(text)), True
+                    settings[key] = replace(setting, value=scalar(text))
+                    changed = True
         if not changed:
             break
     return replace(document, settings=settings)

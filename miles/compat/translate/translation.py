@@ -482,8 +482,8 @@ class Translation:
                 raise Unknown
             return value
         row = self.table.row(key)
-        theirs = row.default if row.null is None or key not in self.document.settings else row.null
-        return default if theirs is None else theirs
+        value = row.default if row.null is None or key not in self.document.settings else row.null
+        return default if value is None else value
 
     def text(self, key: str, default: str = "") -> str:
         """Take a text."""
@@ -572,12 +572,10 @@ class Translation:
         self._taken.add(key)
         return False
 
-    def _entry(
-        self, key: str, words: tuple[object, ...], why: str, worst: int = 2, learning: bool | None = None
-    ) -> Entry:
+    def _entry(self, key: str, words: tuple[object, ...], why: str, worst: int = 2, learning: bool = True) -> Entry:
         self._taken.add(key)
         setting = self.document.settings.get(key)
-        learning = self.table.row(key).learning if learning is None else learning and self.table.row(key).learning
+        learning = learning and self.table.row(key).learning
         text = setting.label if setting is not None else self._default_text(key)
         line = None if setting is None else setting.line
         return Entry(text, line, tuple(map(_word, words)), why, learning, worst)
@@ -641,7 +639,7 @@ class Translation:
     @property
     def is_proven(self) -> bool:
         """Whether ``miles conformance`` has found the gradient of this loss equal, and nothing else may change it."""
-        others = [entry for entry in self.differing if not entry.worst or {*entry.words} & {*LOSS_FLAGS}]
+        others = [entry for entry in self.differing if entry.worst == 0 or {*entry.words} & {*LOSS_FLAGS}]
         return not (others or self.unread) and self.loss in self.table.proven
 
     @property
@@ -752,7 +750,10 @@ def write_images(translation: Translation, key: str, column: str, model: str, wh
     named = translation.document.settings.get(model)
     if translation.has(key) or (named is not None and _SEES.search(str(named.value))):
         words = "--multimodal-keys", json.dumps({"image": column})
-        translation.differ(key, why, *words) if why else translation.carry(key, *words)
+        if why:
+            translation.differ(key, why, *words)
+        else:
+            translation.carry(key, *words)
 
 
 def _write(translation: Translation, key: str, row: KnownSetting, value: Any) -> None:
@@ -818,7 +819,8 @@ def write_support(translation: Translation) -> None:
     )
     if not temperature or (top_p == 1 and top_k < 1 and not min_p):
         return
-    key, engine = "log-probs of truncated sampling", ENGINES.get(values.get("--rollout-engine", ""))
+    key = "log-probs of truncated sampling"
+    engine = ENGINES.get(values.get("--rollout-engine", ""))
     at_temperature = engine is None or engine.applies_temperature or temperature == 1
     if "--use-rollout-logprobs" in translation.words or not at_temperature:
         why = "over the whole vocabulary there; over the tokens that sampling keeps here, as these flags need"

@@ -97,17 +97,18 @@ def add_megatron_flags(group: argparse._ArgumentGroup, taken: set[str]) -> list[
             group.add_argument(field.flag, action="store_const", const=field.switch_to, **where)
         else:
             kind = {"int": int, "float": float, "str": str}[field.kind]
-            many: dict[str, Any] = {}
+            values: dict[str, Any] = {"type": kind}
             if field.is_list:
-                many = {"nargs": "+", "type": whole_numbers if kind is int else kind}
-            group.add_argument(field.flag, **({"type": kind} | many), choices=field.choices or None, **where)
+                values = {"nargs": "+", "type": whole_numbers if kind is int else kind}
+            group.add_argument(field.flag, **values, choices=field.choices or None, **where)
         added.append(field)
     return added
 
 
 def _package() -> Path:
     spec = find_spec("megatron")
-    for folder in (spec.submodule_search_locations or []) if spec else []:
+    folders = spec.submodule_search_locations if spec else None
+    for folder in folders or []:
         if (Path(folder) / "core" / DATACLASSES["TransformerConfig"]).is_file():
             return Path(folder) / "core"
     raise ValueError(

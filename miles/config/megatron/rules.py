@@ -61,7 +61,8 @@ def check_overrides(overrides: Overrides, shape: dict[str, Any] | None, flags: d
         flag = flags[name]
         text = written(flag, value)
         if shape is not None and name in shape:
-            if not repeats(_by_layer(value, shape[name]) if name == "moe_layer_freq" else value, shape[name]):
+            stated = _by_layer(value, shape[name]) if name == "moe_layer_freq" else value
+            if not repeats(stated, shape[name]):
                 errors.add(contradiction(name, value, flag, shape))
         elif name in FIXED:
             fixed, why = FIXED[name]
@@ -471,8 +472,10 @@ def normalize_megatron(settings: Settings, errors: Errors) -> tuple[Settings, li
             verdict = judge(fields[name], value, shape, overrides)
         else:
             verdict = _judge_without_megatron(fields[name], value, shape, overrides, errors)
-        notes += [verdict.note] if verdict.note is not None else []
-        pairs += [(name, verdict.value)] if verdict.value is not None else []
+        if verdict.note is not None:
+            notes.append(verdict.note)
+        if verdict.value is not None:
+            pairs.append((name, verdict.value))
     return replace(settings, megatron_overrides=tuple(pairs)), notes
 
 
@@ -537,9 +540,12 @@ def _judge_without_megatron(
     text = written(field.flag, value)
     if (why := _why_without_effect(field.name, shape, overrides)) is not None:
         return FieldVerdict(note=Note(NO_EFFECT, text, why))
-    is_whole = "num_layers" in shape and "vocab_size" in shape  # of a family that Megatron trains too
-    says_more = is_whole and field.name in SHAPE_FIELDS and not _asks_for_nothing(field, value)
-    if not repeats(value, shape[field.name]) if field.name in shape else says_more:
+    if field.name in shape:
+        contradicts = not repeats(value, shape[field.name])
+    else:
+        is_whole = "num_layers" in shape and "vocab_size" in shape  # of a family that Megatron trains too
+        contradicts = is_whole and field.name in SHAPE_FIELDS and not _asks_for_nothing(field, value)
+    if contradicts:
         errors.add(contradiction(field.name, value, field.flag, shape))
         return FieldVerdict()
     harmless = field.name in FREE_FIELDS or field.name in SHAPE_FIELDS or field.name in FIXED or field.name in TRIED

@@ -47,7 +47,7 @@ def is_passed_on(word: str) -> bool:
     return word.startswith(tuple(PREFIXES.values()))
 
 
-def split_server_flags(words: Sequence[str], own: Collection[str]) -> tuple[list[str], ServerFlags]:
+def split_server_flags(words: Sequence[str], our_flags: Collection[str]) -> tuple[list[str], ServerFlags]:
     """Divide the command line into the words of our own parser and the words of servers.
 
     A flag takes the words up to the next one that starts with ``--``. A flag that is written as one word with its value
@@ -55,23 +55,24 @@ def split_server_flags(words: Sequence[str], own: Collection[str]) -> tuple[list
 
     Args:
         words: The command line.
-        own: The flags of the launcher; some start like SGLang's.
+        our_flags: The flags of the launcher; some start like SGLang's.
 
     Returns:
         Our words, and the servers' words.
     """
-    ours: list[str] = []
+    our_words: list[str] = []
     passed_on: dict[str, list[str]] = {name: [] for name in PREFIXES}
     takers = [(ROUTER_ALIAS, passed_on["router"]), *((PREFIXES[name], taken) for name, taken in passed_on.items())]
-    taker = ours
+    taker = our_words
     for word in words:
         if not word.startswith("--"):
             taker.append(word)
             continue
-        is_own = word.split("=")[0] in own
-        prefix, taker = next((pair for pair in takers if not is_own and word.startswith(pair[0])), ("", ours))
+        prefix, taker = "", our_words
+        if word.split("=")[0] not in our_flags:
+            prefix, taker = next((pair for pair in takers if word.startswith(pair[0])), ("", our_words))
         taker += f"--{word.removeprefix(prefix)}".split(" ", 1) if prefix else [word]
-    return ours, ServerFlags(**{name: tuple(taken) for name, taken in passed_on.items()})
+    return our_words, ServerFlags(**{name: tuple(taken) for name, taken in passed_on.items()})
 
 
 def value_of(words: Sequence[str], *names: str) -> str | None:
@@ -90,5 +91,6 @@ def pairs(words: Sequence[str]) -> Iterator[tuple[str, str]]:
     for index, word in enumerate(words):
         if word.startswith("--"):
             flag, equals, value = word.partition("=")
-            following = words[index + 1] if index + 1 < len(words) else "--"
-            yield flag, value if equals else ("" if following.startswith("--") else following)
+            if not equals and index + 1 < len(words) and not words[index + 1].startswith("--"):
+                value = words[index + 1]
+            yield flag, value

@@ -124,8 +124,8 @@ def _of_fields(tree: ast.Module, lists: Expressions) -> dict[str, Accepted]:
         keywords = {keyword.arg: keyword.value for call in calls for keyword in call.keywords if keyword.arg}
         if "no_cli" in keywords:
             continue
-        own = keywords.get("cli_name")
-        names = ["--" + node.target.id.replace("_", "-") if own is None else ast.literal_eval(own)]
+        cli_name = keywords.get("cli_name")
+        names = ["--" + node.target.id.replace("_", "-") if cli_name is None else ast.literal_eval(cli_name)]
         names += ast.literal_eval(keywords["aliases"]) if "aliases" in keywords else []
         flags |= _with_negation(names, keywords, _of_field(_not_none(kind), keywords, lists))
     return flags

@@ -74,7 +74,8 @@ def _check_flags(flags: ServerFlags, engine_size: int, errors: Errors) -> None:
 
 def _fault_of_flag(prefix: str, flag: str, value: str, engine_size: int) -> str | None:
     """Return the error of a flag that the launcher sets, or that the installed SGLang does not have."""
-    written, known = spelled(prefix, flag), server_flags() if prefix == SERVER else router_flags()
+    written = spelled(prefix, flag)
+    known = server_flags() if prefix == SERVER else router_flags()
     if flag in OWNED_BY_LAUNCHER:
         return f"{written}: {OWNED_BY_LAUNCHER[flag]}; drop {written}"
     if prefix == SERVER and flag in TENSOR_PARALLEL and value != str(engine_size):
@@ -257,8 +258,9 @@ def check_servers(settings: Settings, errors: Errors) -> None:
     _check_kind_of_server(settings, errors)
     if can_count_engines(errors):
         num_servers = settings.num_engines + len(sglang.external_addresses)
-        for written in passed_on.written([ROUTER]) if num_servers < 2 else ():
-            errors.add(f"{written}: would be ignored with one engine; give --rollout-num-gpus for two, or drop it")
+        if num_servers < 2:
+            for flag in passed_on.written([ROUTER]):
+                errors.add(f"{flag}: would be ignored with one engine; give --rollout-num-gpus for two, or drop it")
 
 
 def _check_images(settings: Settings, errors: Errors) -> None:
@@ -270,7 +272,8 @@ def _check_images(settings: Settings, errors: Errors) -> None:
     config = readable_config(settings.model) or {}
     if settings.data.multimodal_keys is None and not reads_images(config):
         return
-    kind, size = config.get("model_type"), config.get("vision_config", {}).get("patch_size", PATCH)
+    kind = config.get("model_type")
+    size = config.get("vision_config", {}).get("patch_size", PATCH)
     rule = ""
     if kind == "qwen2_5_vl" and size != PATCH:
         rule = f"SGLang reads patches of {PATCH} pixels only, and the model's have {size}"
@@ -310,8 +313,9 @@ def _check_support(settings: Settings, errors: Errors) -> None:
     maximum = value_of(settings.server_flags.server, LARGEST_SUPPORT)
     limit = int(maximum) if maximum is not None and maximum.isdecimal() else _SUPPORT_TOKENS
     if rollout.rollout_top_k == -1 or rollout.rollout_top_k > limit:
-        name = next((n for n in names if n != "rollout_top_k"), "rollout_top_k")
-        name = name if rollout.rollout_top_k == -1 else "rollout_top_k"
+        name = "rollout_top_k"
+        if rollout.rollout_top_k == -1:  # another flag truncates
+            name = next((other for other in names if other != name), name)
         rule = (
             "SGLang reports which tokens it keeps, so that the trainer can repeat it, only under a --rollout-top-k "
             f"of at most {spelled(SERVER, LARGEST_SUPPORT)} {limit}"
@@ -348,11 +352,12 @@ def _check_external(cluster: ClusterArguments, sglang: SglangArguments, passed_o
             rule, what_to_do = "is not HOST:PORT", "write it as 127.0.0.1:30000"
             errors.refuse("rollout_external_engine_addrs", address, rule, what_to_do)
     keys = [spelled(SERVER, flag) for flag in (SERVER_KEY, ADMIN_KEY)]  # those that they were started with
-    for flag in (flag for flag in passed_on.written([SERVER]) if flag not in keys):
-        errors.add(
-            f"{flag}: would be ignored with --rollout-external, whose engines are already running; give it to them "
-            f"when they start, or drop {flag}"
-        )
+    for flag in passed_on.written([SERVER]):
+        if flag not in keys:
+            errors.add(
+                f"{flag}: would be ignored with --rollout-external, whose engines are already running; give it to them "
+                f"when they start, or drop {flag}"
+            )
 
 
 # Check the values of flags that are passed on to SGLang's server and router, as its parser would when it starts.
@@ -503,7 +508,8 @@ SHORTENED = {"--tp": "--tp-size", "--dp": "--dp-size", "--pp": "--pp-size"}
 # Flags of the weight loader that starts from other engines over RDMA. The launcher sends all weights to every engine.
 _REMOTE_LOADER = "--remote-instance-weight-loader-"
 _DELTAS = "--update-weight-delta-"  # of an SGLang that is changed for related launchers
-CHANGES_RESULTS, OF_ADAPTERS = frozenset(TABLE["changes_results"]), tuple(TABLE["of_adapters"])
+CHANGES_RESULTS = frozenset(TABLE["changes_results"])
+OF_ADAPTERS = tuple(TABLE["of_adapters"])
 OF_ADAPTERS_WHY = "engines receive the weights with the adapter added to them"
 
 
@@ -526,9 +532,11 @@ def normalize_server_flags(settings: Settings) -> tuple[Settings, list[Note]]:
     passed_on = settings.server_flags
     flags = _PassedOn(settings, group_words(passed_on.server), group_words(passed_on.router))
     _drop_adapters(flags)
-    steps = (_read_config, _read_replicas, _rename, _drop_router)
-    for step in steps if SERVER in settings.engine.prefixes else (_drop_all,):
-        step(flags)
+    if SERVER in settings.engine.prefixes:
+        for step in (_read_config, _read_replicas, _rename, _drop_router):
+            step(flags)
+    else:
+        _drop_all(flags)
     passed_on = replace(passed_on, server=_words(flags.server), router=_words(flags.router))
     return replace(flags.settings, server_flags=passed_on), flags.notes
 
@@ -536,7 +544,8 @@ def normalize_server_flags(settings: Settings) -> tuple[Settings, list[Note]]:
 def _drop_all(flags: _PassedOn) -> None:
     """Drop the flags, but for those that another engine would have to obey."""
     groups = [(group, SERVER) for group in flags.server if group[0] not in CHANGES_RESULTS]
-    for group, prefix in (*groups, *((group, ROUTER) for group in flags.router)):
+    groups += [(group, ROUTER) for group in flags.router]
+    for group, prefix in groups:
         flags.drop(OTHER_PART, group, "SGLang's, and another engine generates", prefix)
 
 
@@ -597,19 +606,25 @@ def _drop_router(flags: _PassedOn) -> None:
 
 def _rename(flags: _PassedOn) -> None:
     """Replace earlier names, and drop what the launcher sets."""
-    present, groups, flags.server = {flag for flag, _ in flags.server}, flags.server, []
+    groups = flags.server
+    present = {flag for flag, _ in groups}
+    flags.server = []
     for group in groups:
         renamed, note = _renamed(group, flags.settings.sglang.rollout_num_gpus_per_engine, present)
-        flags.server += [] if renamed is None else [renamed]
-        flags.notes += [] if note is None else [note]
+        if renamed is not None:
+            flags.server.append(renamed)
+        if note is not None:
+            flags.notes.append(note)
 
 
 def _renamed(group: Group, engine_size: int, present: Collection[str]) -> tuple[Group | None, Note | None]:
-    (flag, values), known = group, server_flags()
+    flag, values = group
+    known = server_flags()
     if flag in REPLACED and flag not in known and (name := REPLACED[flag]) in known:
         if name in present:
             return None, Note(NO_EFFECT, _written(group, SERVER), f"{spelled(SERVER, name)} states it")
-        instead = name, (str(engine_size) if name == "--ep-size" else "deepep",)
+        value = str(engine_size) if name == "--ep-size" else "deepep"
+        instead = name, (value,)
         return instead, Note(READ_AS, _written(group, SERVER), _written(instead, SERVER))
     if flag in TENSOR_PARALLEL and values != (str(engine_size),):
         why = f"an engine has the size of --rollout-num-gpus-per-engine {engine_size}"

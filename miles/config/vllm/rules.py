@@ -83,7 +83,8 @@ def _check_words(settings: Settings, errors: Errors) -> None:
         if name in OWNED_BY_LAUNCHER:
             errors.add(f"{written}: {OWNED_BY_LAUNCHER[name]}; drop {written}")
         elif name in TENSOR_PARALLEL and values != (str(size),):
-            text, rule = " ".join(values), f"contradicts --rollout-num-gpus-per-engine {size}"
+            text = " ".join(values)
+            rule = f"contradicts --rollout-num-gpus-per-engine {size}"
             errors.add(f"{written} {text}: {rule}; give {text} to that, drop this")
         elif name == CHUNKED_PREFILL and is_on_cpu(settings):
             rule = "vLLM ends on CPU when a request with a seed is prefilled in parts"
@@ -131,8 +132,11 @@ def check_start(settings: Settings, errors: Errors) -> None:
     """Refuse a run that would fail at its start: vLLM is not installed, or its parser refuses a flag."""
     python, words = vllm_python(settings.vllm.vllm_python), settings.server_flags.vllm
     missing = missing_vllm(python)
-    for message in [missing] if missing is not None else _complaints(python, words) if words else ():
-        errors.add(message)
+    if missing is not None:
+        errors.add(missing)
+    elif words:
+        for complaint in _complaints(python, words):
+            errors.add(complaint)
 
 
 @cache

@@ -116,13 +116,13 @@ class Comparison:
 
     def _sentence(self, names: Sequence[str]) -> str:
         """Return the newest value of the main metric in each run, and the differences, in one sentence."""
-        main = main_metrics(names, self.headers[0].settings)[:1]
-        label = "held-out reward" if main and main[0].startswith("eval/") else "".join(main).rpartition("/")[2]
-        each = [
-            f"{run} {_newest(metrics, n)}" for n in main for run, metrics in zip(self.names, self.metrics, strict=True)
-        ]
-        parts = [f"{label}: {', '.join(each)}"] if each else []
-        parts.append(f"{count(len(self.settings()), 'setting')} differ" if self.settings() else "no setting differs")
+        parts = []
+        for main in main_metrics(names, self.headers[0].settings)[:1]:
+            label = "held-out reward" if main.startswith("eval/") else main.rpartition("/")[2]
+            newest = [f"{run} {_newest(metrics, main)}" for run, metrics in zip(self.names, self.metrics, strict=True)]
+            parts.append(f"{label}: {', '.join(newest)}")
+        settings = self.settings()
+        parts.append(f"{count(len(settings), 'setting')} differ" if settings else "no setting differs")
         differences = self.differences()
         parts.append(f"metrics differ from step {differences[0].step} on" if differences else "no metric differs")
         sentence = "; ".join(parts)
@@ -145,7 +145,8 @@ class Comparison:
         return {"steps": steps, "values": values, "exact": all(answer["exact"] for answer in answers), "last": last}
 
     def _tables(self) -> list[dict[str, Any]]:
-        values, settings = ([[name, *row] for name, row in rows] for rows in (self.final_values(), self.settings()))
+        values = [[name, *row] for name, row in self.final_values()]
+        settings = [[name, *row] for name, row in self.settings()]
         differences = [[d.metric, str(d.step), *map(number, d.values)] for d in self.differences()]
         none = "None, in the steps that all runs have."
         return [

@@ -101,7 +101,8 @@ def ledger(row: Mapping[str, Any], settings: Settings, step_rows: Sequence[Mappi
     if weight is None:
         return []
     mask = expand(row.get("mask"))
-    loss, trained = settings.get("loss", {}), sum(mask)
+    trained = sum(mask)
+    loss = settings.get("loss", {})
     reducer = loss.get("custom_pg_loss_reducer_function_path")
     mode = str(loss.get("loss_aggregation", AggregationFlags.loss_aggregation))
     words = f"--custom-pg-loss-reducer-function-path {reducer}" if reducer else MODES[mode].words  # type: ignore[index]

@@ -110,15 +110,14 @@ def _parameters(path: str, query: Mapping[str, list[str]]) -> dict[str, Any]:
     values: dict[str, Any] = {name: parameter.default for name, parameter in known.items()}
     faults = [f"the parameter {name} is missing" for name in known if known[name].is_needed and name not in query]
     for name, texts in query.items():
-        rule = f"no such parameter; {path} has {', '.join(known)}" if name not in known else None
         try:
-            if rule is None:
-                rule = "must be given once" if len(texts) > 1 else None
-                values[name] = _read(texts[0], known[name])
+            if name not in known:
+                raise ValueError(f"no such parameter; {path} has {', '.join(known)}")
+            if len(texts) > 1:
+                raise ValueError("must be given once")
+            values[name] = _read(texts[0], known[name])
         except ValueError as error:
-            rule = rule or str(error)
-        if rule is not None:
-            faults.append(f"{one_line(name, 40)}={one_line(texts[-1], 80)}: {rule}")
+            faults.append(f"{one_line(name, 40)}={one_line(texts[-1], 80)}: {error}")
     if faults:
         raise WrongParameter(f"{path}: " + "; ".join(faults))
     return values

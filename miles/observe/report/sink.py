@@ -111,7 +111,8 @@ class HealthWatch:
             self._look(self._unseen)
 
     def _look(self, step: int) -> None:
-        began, self._unseen = time.monotonic(), None
+        began = time.monotonic()
+        self._unseen = None
         self._metrics.refresh()
         alarms = unhealthy(verdicts(self._metrics, RunHeader.load(self._folder).settings))
         now = time.monotonic()

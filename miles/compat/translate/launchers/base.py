@@ -134,7 +134,7 @@ class CommandLine(Launcher):
 
     def translate(self, translation: Translation) -> ForeignObjective:
         """Sort the flags by their verdict here."""
-        own = {*map(flag_name, section_of()), *(field.flag for field in installed_fields())}
+        our_flags = {*map(flag_name, section_of()), *(field.flag for field in installed_fields())}
         ahead = any(word.endswith("train_async.py") for word in translation.document.words)
         if ahead and not translation.has("--async-steps"):
             translation.carry("train_async.py", "--async-steps", 1)
@@ -148,7 +148,7 @@ class CommandLine(Launcher):
                     translation.miss(flag, f"{row.why}; {row.instead}")
                 else:
                     translation.carry(flag, *_words(flag, value))  # accepted, without effect
-            elif flag in own or flag.startswith(("--sglang-", "--router-")):
+            elif flag in our_flags or flag.startswith(("--sglang-", "--router-")):
                 translation.carry(flag, *_words(flag, value))
         return self._objective(translation)
 
@@ -166,7 +166,8 @@ class CommandLine(Launcher):
                 depends="fully masked samples: each adds one token to the divisor",
                 exact=False,
             )
-        formula, words = "1/N Σ_r 1/max(M_r, 1) Σ m l", ("--loss-aggregation", "sample_mean")
+        formula = "1/N Σ_r 1/max(M_r, 1) Σ m l"
+        words = ("--loss-aggregation", "sample_mean")
         return ForeignObjective("default", formula, self.source, sequence_mean, "sample_mean", words)
 
 

@@ -1,6 +1,7 @@
 """NeMo-RL: YAML, and ``key=value`` overrides in a shell script."""
 
 import math
+import re
 from dataclasses import replace
 
 from miles.compat.translate.launchers.base import Launcher
@@ -43,7 +44,7 @@ class NemoRl(Launcher):
         translation.take(["--config"])
         if any(key.startswith("ppo.") for key in settings):
             start = "grpo.adv_estimator.name"
-            renamed = {f"grpo.{key[4:]}" if key.startswith("ppo.") else key: each for key, each in settings.items()}
+            renamed = {re.sub(r"^ppo\.", "grpo.", key): each for key, each in settings.items()}
             renamed.setdefault(start, replace(next(iter(settings.values())), key="ppo", value="gae", line=None))
             translation.document = replace(translation.document, settings=renamed)
         parts = (_end, _estimator, _critic, _filter, _async, _lengths, _tokens, _images, _precision, _optimizer)
@@ -64,9 +65,10 @@ def _end(translation: Translation) -> None:
 
 def _estimator(translation: Translation) -> None:
     start = "grpo.adv_estimator."
-    key, name = start + "name", translation.text(start + "name")
-    own = ("normalize_rewards", "use_leave_one_out_baseline")
-    keys = [start + setting if translation.has(start + setting) else f"grpo.{setting}" for setting in own]
+    key = start + "name"
+    name = translation.text(key)
+    switches = ("normalize_rewards", "use_leave_one_out_baseline")
+    keys = [start + switch if translation.has(start + switch) else f"grpo.{switch}" for switch in switches]
     if name in ("grpo", "gdpo"):
         group = translation.count("grpo.num_generations_per_prompt")
         by_std, leaves_one_out = (translation.switch(each) for each in keys)
@@ -102,8 +104,8 @@ def _estimator(translation: Translation) -> None:
     else:
         translation.fail(key, "is no estimator here; write yours with --custom-advantage-function-path")
     names = ("minus_baseline", "gae_lambda", "gae_gamma", "normalize_advantages", "length_adaptive_alpha")
-    translation.take([*keys, *(start + each for each in (*own, *names, "gae_lambda_value", "gae_lambda_policy"))])
-    translation.take([f"grpo.{each}" for each in own])
+    translation.take([*keys, *(start + each for each in (*switches, *names, "gae_lambda_value", "gae_lambda_policy"))])
+    translation.take([f"grpo.{each}" for each in switches])
 
 
 _OF_ADAM = tuple(f"optimizer.kwargs.{name}" for name in ("weight_decay", "betas", "eps"))
@@ -188,7 +190,8 @@ def _images(translation: Translation) -> None:
 
 
 def _precision(translation: Translation) -> None:
-    key, precisions = "policy.precision", {"bfloat16": "--bf16", "float32": "--fp32"}
+    key = "policy.precision"
+    precisions = {"bfloat16": "--bf16", "float32": "--fp32"}
     if translation.has(key):
         name = translation.text(key)
         if name not in precisions:
@@ -218,28 +221,30 @@ def _optimizer(translation: Translation) -> None:
 
 def _schedule(translation: Translation) -> None:
     key, start = "policy.scheduler", MEGATRON + "scheduler."
-    names = ("lr_decay_style", "lr_decay_iters", "lr_warmup_iters", "lr_warmup_init")
+    shape, decay, warmup, warmup_start = (
+        start + name for name in ("lr_decay_style", "lr_decay_iters", "lr_warmup_iters", "lr_warmup_init")
+    )
     if translation.switch(MEGATRON + "enabled"):
-        style = translation.text(start + names[0], "constant").lower()
+        style = translation.text(shape, "constant").lower()
         if style not in ("constant", "linear", "cosine"):
-            translation.fail(start + names[0], "the shapes here are constant, linear, cosine")
+            translation.fail(shape, "the shapes here are constant, linear, cosine")
         words: list[object] = ["--lr-decay-style", style]
         if style != "constant":
             words += ["--min-lr", translation.number(MEGATRON + "optimizer.min_lr")]
-            if translation.has(start + names[1]):
-                words += ["--lr-decay-iters", int(translation.number(start + names[1]))]
-        each, warm = _steps_of_iteration(translation), translation.number(start + names[2])
-        words = [word * each if isinstance(word, int) else word for word in words]
-        translation.carry(start + names[0], *words)
+            if translation.has(decay):
+                words += ["--lr-decay-iters", int(translation.number(decay)) * _steps_of_iteration(translation)]
+        steps = _steps_of_iteration(translation)
+        warm = translation.number(warmup)
+        translation.carry(shape, *words)
         if warm:
-            write_warmup(translation, start + names[2], warm, each)
-        if warm and (first := translation.number(start + names[3])):
-            translation.differ(start + names[3], f"the warm-up begins at {first:g} there, at 0 here")
+            write_warmup(translation, warmup, warm, steps)
+        if warm and (first := translation.number(warmup_start)):
+            translation.differ(warmup_start, f"the warm-up begins at {first:g} there, at 0 here")
     elif not translation.has(key) and not translation.has(key + ".name"):
         translation.carry(key, "--lr-decay-style", "constant")
     else:
         _torch_schedule(translation, key)
-    translation.take([key, *(start + name for name in names)])
+    translation.take([key, shape, decay, warmup, warmup_start])
 
 
 def _steps_of_iteration(translation: Translation) -> int:
@@ -258,7 +263,8 @@ def _is_finite(value: object) -> bool:
 
 def _torch_schedule(translation: Translation, key: str) -> None:
     """Translate a chain of PyTorch's schedulers: a linear warm-up, then a constant or a cosine."""
-    stages, each = translation.raw(key, []), _steps_of_iteration(translation)
+    stages = translation.raw(key, [])
+    steps = _steps_of_iteration(translation)
     if not isinstance(stages, list):
         translation.fail(key, "must be a list of PyTorch's schedulers")
     if translation.has(key + ".name"):
@@ -271,18 +277,18 @@ def _torch_schedule(translation: Translation, key: str) -> None:
     for stage in stages:
         name = str(stage.get("name", "")).rpartition(".")[2] if isinstance(stage, dict) else "?"
         kwargs = stage.get("kwargs") or {} if isinstance(stage, dict) else {}
-        if not isinstance(kwargs, dict) or not all(_is_finite(kwargs.get(each, 0)) for each in _NUMBERS):
+        if not isinstance(kwargs, dict) or not all(_is_finite(kwargs.get(number, 0)) for number in _NUMBERS):
             translation.fail(key, f"the kwargs of {name or 'a scheduler'} must be finite numbers")
         if name == "LinearLR" and kwargs.get("end_factor", 1.0) == 1.0:
             warm = int(kwargs.get("total_iters", 5))
-            words += ["--lr-warmup-iters", warm * each]
+            words += ["--lr-warmup-iters", warm * steps]
             first = kwargs.get("start_factor", 1 / 3)
             why = f"the warm-up begins at {first:.3g} of the learning rate there, at 0 here"
-            why += f", and counts iterations of {each} optimizer steps" if each > 1 else ""
+            why += f", and counts iterations of {steps} optimizer steps" if steps > 1 else ""
         elif name == "CosineAnnealingLR":
             shape = "cosine"
             whole = warm + int(kwargs.get("T_max", 0))  # here the decay includes the warm-up
-            words += ["--min-lr", kwargs.get("eta_min", 0), "--lr-decay-iters", whole * each]
+            words += ["--min-lr", kwargs.get("eta_min", 0), "--lr-decay-iters", whole * steps]
         elif name not in ("ConstantLR", "") or (name == "ConstantLR" and kwargs.get("factor", 1.0) != 1.0):
             translation.miss(key, f"{name}: the shapes here are constant, linear, cosine, after a linear warm-up")
             return
@@ -295,22 +301,22 @@ def _torch_schedule(translation: Translation, key: str) -> None:
 
 def _adapter(translation: Translation) -> None:
     starts = ("policy.dtensor_cfg.lora_cfg.", MEGATRON + "peft.")
-    start = starts[translation.switch(MEGATRON + "enabled")]
+    start = starts[1] if translation.switch(MEGATRON + "enabled") else starts[0]
     if translation.switch(start + "enabled"):
         words: list[object] = ["--lora-rank", translation.number(start + "dim", 8)]
         words += ["--lora-alpha", translation.number(start + "alpha", 32)]
         words += ["--lora-dropout", translation.number(start + "dropout", 0)]
         modules = translation.raw(start + "target_modules")
-        modules = modules if isinstance(modules, list) else [modules] if modules else []
-        words += ["--target-modules", *modules] if modules else []
+        if modules:
+            words += ["--target-modules", *(modules if isinstance(modules, list) else [modules])]
         translation.carry(start + "enabled", *words)
     names = ("enabled", "dim", "alpha", "dropout", "target_modules", "match_all_linear")
     translation.take(each + name for each in starts for name in names)
 
 
 def _policy(translation: Translation) -> None:
-    low, high = (translation.number(f"loss_fn.ratio_clip_{end}") for end in ("min", "max"))
     ends = "loss_fn.ratio_clip_min", "loss_fn.ratio_clip_max"
+    low, high = map(translation.number, ends)
     if translation.switch("loss_fn.use_cispo"):
         words = ("--policy-loss", "cispo", "--ratio-max", f"{1 + high:.12g}", "--ratio-min", f"{max(1 - low, 0):.12g}")
         translation.carry("loss_fn.use_cispo", *words)

@@ -54,20 +54,8 @@ class OpenRlhf(Launcher):
         if program in translation.document.words:
             translation.miss(program, "is a program of releases before 0.8.0, whose defaults were not read")
         parts = (_wandb, _images, _lengths, _step, _tokens, _end, _async, _estimator, _critic, _policy, _correction)
-        more = (
-            _kl,
-            _prompts,
-            _filter,
-            _optimizer,
-            _schedule,
-            _evaluation,
-            _engines,
-            _order,
-            _adapter,
-            apply,
-            write_support,
-        )
-        for part in (*parts, *more):
+        more = (_kl, _prompts, _filter, _optimizer, _schedule, _evaluation, _engines, _order, _adapter, apply)
+        for part in (*parts, *more, write_support):
             translation.attempt(part)
         return translation.attempt(_objective)
 
@@ -217,8 +205,9 @@ def _policy(translation: Translation) -> None:
 def _correction(translation: Translation) -> None:
     start = "--algo.advantage.is_correction_"
     level, mode, gate, bounds = (start + name for name in ("level", "mode", "gating", "threshold"))
-    before = ["--enable_vllm_is_correction", "--vllm_enable_is_correction", "--vllm_is_correction_type"]
-    before += ["--vllm_is_truncated_threshold", "--use_icepop"]
+    # Of releases with underscores.
+    enables = ("--enable_vllm_is_correction", "--vllm_enable_is_correction")
+    type_before, bounds_before, icepop = "--vllm_is_correction_type", "--vllm_is_truncated_threshold", "--use_icepop"
     kind = "off"
     if _has_dots(translation):
         if translation.text(level) != "off" and translation.text(gate) != "ratio":
@@ -228,10 +217,11 @@ def _correction(translation: Translation) -> None:
             translation.fail(level, "must be off, token or seq, with the mode mask or clip")
         kind = kinds[translation.text(level)]
         kind = "tis" if kind == "icepop" and translation.text(mode) == "clip" else kind
-    elif translation.switch(translation.first(*before[:2])):
-        kind, bounds = translation.text(before[2]), before[3]
-        kind = "icepop" if translation.switch("--use_icepop") else kind  # of earlier releases
-    key = level if _has_dots(translation) else translation.first(*before[:2])
+    elif translation.switch(translation.first(*enables)):
+        kind = translation.text(type_before)
+        bounds = bounds_before
+        kind = "icepop" if translation.switch(icepop) else kind  # of earlier releases
+    key = level if _has_dots(translation) else translation.first(*enables)
     if kind != "off" and translation.text("--actor.policy_loss_type") == "gspo":
         translation.carry(key, "--use-rollout-logprobs")  # its ratio is that to the engine, and there are no weights
     elif kind != "off":
@@ -247,7 +237,7 @@ def _correction(translation: Translation) -> None:
             words = ["--use-tis", "--tis-level", "token", "--tis-clip", 1e6, "--use-rs", "--rs-level", "geometric"]
             words += ["--rs-lower-bound", ends[0], "--rs-upper-bound", ends[1]]
         translation.carry(key, *words)
-    translation.take([level, mode, gate, bounds, *before])
+    translation.take([level, mode, gate, bounds, *enables, type_before, bounds_before, icepop])
 
 
 def _kl(translation: Translation) -> None:
@@ -256,8 +246,8 @@ def _kl(translation: Translation) -> None:
     )
     coefficient, name = translation.number(weight), translation.text(kind)
     is_written = coefficient != 0
-    earlier = "--use_kl_estimator_k3"
-    name = "k3" if translation.switch(earlier) else name
+    k3_before = "--use_kl_estimator_k3"  # of releases with underscores
+    name = "k3" if translation.switch(k3_before) else name
     if coefficient and translation.switch(in_loss):
         words: list[object] = ["--use-kl-loss", "--kl-loss-coef", coefficient, "--kl-loss-type", name]
         words += ["--use-unbiased-kl"] if translation.switch(unbiased) else []
@@ -271,7 +261,7 @@ def _kl(translation: Translation) -> None:
     if is_written and translation.has("--algo.kl.target"):
         translation.carry("--algo.kl.target", "--kl-target", translation.number("--algo.kl.target"))
         translation.carry("--algo.kl.horizon", "--kl-horizon", translation.number("--algo.kl.horizon"))
-    translation.take([weight, kind, in_loss, unbiased, earlier, "--algo.kl.target", "--algo.kl.horizon"])
+    translation.take([weight, kind, in_loss, unbiased, k3_before, "--algo.kl.target", "--algo.kl.horizon"])
 
 
 def _filter(translation: Translation) -> None:
@@ -329,8 +319,7 @@ def _evaluation(translation: Translation) -> None:
 
 def _engines(translation: Translation) -> None:
     key, colocate = "--vllm.num_engines", "--train.colocate_all"
-    shared = translation.switch(colocate) and not translation.switch("--train.async_enable")
-    if shared:
+    if translation.switch(colocate) and not translation.switch("--train.async_enable"):
         translation.carry(colocate, "--colocate")
     elif translation.has(key):
         devices = translation.count(key) * translation.count("--vllm.tensor_parallel_size")

@@ -45,9 +45,10 @@ class PrimeRl(Launcher):
         settings |= _of_environments(translation.document, settings)
         translation.document = replace(translation.document, settings=settings)
         parts = (_model, _batch, _lengths, _sampling, _async, _advantages, _loss, _optimizer, _schedule, _adapter)
-        replays = any(map(translation.has, REPLAYED))  # the trainer keeps the tokens that the engine kept
-        for part in (*parts, _order, apply, *([] if replays else [write_support])):
+        for part in (*parts, _order, apply):
             translation.attempt(part)
+        if not any(map(translation.has, REPLAYED)):  # with these the trainer keeps the tokens that the engine kept
+            translation.attempt(write_support)
         return translation.attempt(_objective)
 
 
@@ -162,7 +163,8 @@ def _order(translation: Translation) -> None:
     filters, constant = "orchestrator.post_batch_filters", "orchestrator.constant_trainer_batch_size"
     others = ("--dynamic-sampling-filter-path", "miles.rollout.filters:check_reward_nonzero_std")
     if translation.has(constant) or _is_later(translation):
-        translation.carry(constant, *(others if translation.switch(constant, True) else ["--drop-zero-std-groups"]))
+        words = others if translation.switch(constant, True) else ("--drop-zero-std-groups",)
+        translation.carry(constant, *words)
     elif not translation.has(filters):
         why = "rollouts of advantage 0 are not trained on and not counted there (post_batch_filters); "
         why += f"since September 2026 others are generated in their place: {others[0]}"
@@ -199,7 +201,8 @@ def _loss(translation: Translation) -> None:
     else:
         translation.differ(LOSS + "type", SINCE, *words, worst=0)
     tau = LOSS + "kl_tau"
-    if weight := 0 if is_later and not translation.has(tau) else translation.number(tau):
+    weight = 0.0 if is_later and not translation.has(tau) else translation.number(tau)
+    if weight:
         why = f"{weight:g} times the squared log-ratio of trainer and engine is a term of the loss there, and not here"
         translation.differ(tau, why, worst=0)
     if (scale := translation.number(LOSS + "adv_tau")) != 1:

@@ -222,7 +222,8 @@ def _schedule(translation: Translation) -> None:
 
 
 def _advantages(translation: Translation) -> None:
-    key, scale = "scale_rewards", translation.text("scale_rewards").lower()
+    key = "scale_rewards"
+    scale = translation.text(key).lower()
     several = translation.text("multi_objective_aggregation")
     if several not in ("sum_then_normalize", "normalize_then_sum"):
         translation.fail("multi_objective_aggregation", "must be sum_then_normalize or normalize_then_sum")
@@ -270,7 +271,8 @@ def _own_loss(translation: Translation) -> None:
 def _delta(translation: Translation) -> None:
     if not translation.has("delta"):
         return
-    delta, bound = translation.number("delta"), 1 + translation.number("epsilon_high", translation.number("epsilon"))
+    delta = translation.number("delta")
+    bound = 1 + translation.number("epsilon_high", translation.number("epsilon"))
     if delta > bound:
         translation.carry("delta", "--eps-clip-c", delta)
     else:
@@ -362,7 +364,8 @@ def _objective(translation: Translation) -> ForeignObjective:
     if loss == "luspo":
         words += ["--loss-aggregation-divisor", "1"]
         divisor = 1.0
-    depends, exact = "", loss != "bnpo"
+    depends = ""
+    exact = loss != "bnpo"
     if loss == "bnpo":
         depends = "micro-batches and ranks: each divides by its own tokens"
     elif mode == "token_mean" and _per_generation(translation) != _per_step(translation):

@@ -124,7 +124,8 @@ def _prompts(translation: Translation) -> None:
 
 
 def _evaluation(translation: Translation) -> None:
-    frequency, files = translation.number("trainer.test_freq"), "data.val_files"
+    frequency = translation.number("trainer.test_freq")
+    files = "data.val_files"
     translation.take([files])
     if frequency <= 0 or not translation.has(files):
         translation.take(key for key in translation.table.rows if key.startswith(ROLLOUT + "val_kwargs."))
@@ -136,8 +137,9 @@ def _evaluation(translation: Translation) -> None:
     if not translation.switch("trainer.val_before_train"):
         translation.carry("trainer.val_before_train", "--skip-eval-before-train")
     key, sampled = ROLLOUT + "val_kwargs.temperature", ROLLOUT + "val_kwargs.do_sample"
-    words = "--eval-temperature", translation.number(key)
-    if words[1] and not translation.switch(sampled):
+    temperature = translation.number(key)
+    words = "--eval-temperature", temperature
+    if temperature and not translation.switch(sampled):
         translation.differ(key, "applies without do_sample too, except in releases without agent loops", *words)
     else:
         translation.carry(key, *words)
@@ -422,7 +424,8 @@ LEVELS |= {"token": "token", "sequence": "sequence", "geometric": "geometric"}  
 
 def _rejection(translation: Translation, key: str, bound: str) -> None:
     """Translate the rejection of tokens or sequences. The names that end in k1 bound engine over trainer."""
-    name, (low, high) = translation.text(key), _bounds(translation, bound)
+    name = translation.text(key)
+    low, high = _bounds(translation, bound)
     if name not in LEVELS:
         translation.fail(key, f"the kinds of rejection here are {', '.join(LEVELS)}")
     low = 1 / high if low is None else low
@@ -459,7 +462,9 @@ def _objective(translation: Translation) -> ForeignObjective:
     if name not in MODES:
         translation.fail(key, f"is no mode of {translation.table.source}; it has {', '.join(MODES)}")
     mode, reduce, formula = MODES[name]
-    words, depends, exact = ["--loss-aggregation", mode], "", True
+    words = ["--loss-aggregation", mode]
+    depends = ""
+    exact = True
     divisor: float | None = 8.0
     if name == "token-sum":
         divisor = None

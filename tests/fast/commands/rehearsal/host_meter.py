@@ -26,13 +26,13 @@ class HostMeter(Meter):
         return size
 
     def _note_operation(
-        self, func: Any, reads: list[torch.Tensor], made: list[torch.Tensor], work: Work | None
+        self, func: Any, reads: list[torch.Tensor], outputs: list[torch.Tensor], work: Work | None
     ) -> None:
         is_elementwise = torch.Tag.pointwise in func.tags and not func.is_view
-        if is_elementwise and any(tensor.is_floating_point() for tensor in (*reads, *made)):
+        if is_elementwise and any(tensor.is_floating_point() for tensor in (*reads, *outputs)):
             kind = _KIND_OF_PHASE.get(self.phase, MemoryKind.ACTIVATIONS)
-            self._note_passing(converted_bytes(func, reads, made), kind)
-        super()._note_operation(func, reads, made, work)
+            self._note_passing(converted_bytes(func, reads, outputs), kind)
+        super()._note_operation(func, reads, outputs, work)
 
     def _note_sent(self, message: Message) -> None:
         super()._note_sent(message)
@@ -48,7 +48,7 @@ class HostMeter(Meter):
                 self.record.add(self._numbers, change, self.phase)
 
 
-def converted_bytes(func: Any, tensors: list[torch.Tensor], made: list[torch.Tensor]) -> int:
+def converted_bytes(func: Any, tensors: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
     """Return the bytes of the copies that an elementwise operation makes on a CPU if its tensors differ in dtype.
 
     PyTorch's ``TensorIterator`` converts operands, and a result that is given, to a common dtype. On a GPU the kernel
@@ -60,7 +60,7 @@ def converted_bytes(func: Any, tensors: list[torch.Tensor], made: list[torch.Ten
     _, common = elementwise_dtypes(*operands, type_promotion_kind=ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT)
     converted = [tensor for tensor in operands if tensor.dtype != common]
     if func._schema.is_mutable:  # the result is one of the operands
-        converted += [tensor for tensor in made if tensor.dtype != common]
+        converted += [tensor for tensor in outputs if tensor.dtype != common]
     return sum(tensor.numel() * common.itemsize for tensor in converted)
 
 
