@@ -102,10 +102,15 @@ def _run(words: Sequence[str]) -> int:
         return 0
     name, *rest = words
     if name not in command_names():
-        name = one_line(name, LONGEST_NAME)
+        name = one_line(name, LONGEST_NAME).strip() or "''"
         near = difflib.get_close_matches(name, command_names(), n=1)
         what_to_do = f"did you mean {near[0]}?" if near else f"give one of {', '.join(command_names())}"
         print(f"miles: error: {name}: no such command; {what_to_do}", file=sys.stderr)
+        return 2
+    try:
+        os.getcwd()
+    except OSError as error:
+        print(f"miles: error: the current folder is gone ({error.strerror}); change to another one", file=sys.stderr)
         return 2
     module = importlib.import_module(f"{commands.__name__}.{name.replace('-', '_')}")
     handling = nullcontext() if name == "train" else raising_at_ctrl_c()  # others may have something to clean up

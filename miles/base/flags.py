@@ -238,7 +238,9 @@ class Errors:
             is_above = number > lowest or (number == lowest and within[0] == "[")
             is_below = number < highest or (number == highest and within[-1] == "]")
             if not (is_above and is_below):
-                what_to_do = f"give a number from {lowest:g} to {highest:g}"
+                end = lowest if within[0] == "(" else highest if within[-1] == ")" else None
+                but_not = "" if end is None else f", but not {end:g}"
+                what_to_do = f"give a number from {lowest:g} to {highest:g}{but_not}"
                 self.refuse(field.name, number, f"must be in {within}", what_to_do)
         elif low is not None and not (math.isfinite(number) and number >= low):
             self.refuse(field.name, number, f"must be a finite number of at least {low:g}", f"give {low:g} or more")

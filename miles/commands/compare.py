@@ -5,6 +5,7 @@ from pathlib import Path
 
 from miles.commands.saved_runs.run import add_run
 from miles.config.command_parser import CommandParser
+from miles.observe.page import save_page
 from miles.observe.report.comparison import Comparison
 from miles.observe.run_files import why_not_written
 
@@ -33,8 +34,7 @@ def main(argv: Sequence[str]) -> int:
         comparison = Comparison(options.runs, options.tolerance)
         print(comparison.text())
         if options.page is not None:
-            options.page.parent.mkdir(parents=True, exist_ok=True)
-            options.page.write_bytes(comparison.page())
+            save_page(comparison.page(), options.page)
             print(f"\npage: {options.page}")
     except BrokenPipeError:
         raise

@@ -1,19 +1,21 @@
 """Write a folder to start from: settings, a reward with its test, and three rows of data.
 
-The files that it writes train unchanged. Replace the rows, change the reward, and run the three commands that it
-prints. Without --model it is the model of the quickstart, which is fetched if it is not on this machine.
+The files that it writes train unchanged. Replace the rows, change the reward, and run the commands that it prints.
+Without --model the model is the quickstart's, which is fetched if it is not on this machine.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from string import Template
 
+from miles.base.flags import collect_errors
 from miles.commands.quickstart_parts import model
 from miles.config.command_parser import CommandParser
 
@@ -57,10 +59,13 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(list(argv))
     folder: Path = options.folder
     try:
+        with collect_errors() as errors:
+            if options.model is not None:
+                errors.existing_folder("model", options.model)
         if folder.exists() and any(folder.iterdir()):
             parser.error(f"{folder}: holds files already; give a new folder")
-        source = options.model or str(model.prepare(None).resolve())
         folder.mkdir(parents=True, exist_ok=True)
+        source = options.model or str(model.prepare(None).resolve())
         texts = {
             "run.yaml": settings(options.task, os.path.abspath(source) if os.path.isdir(source) else source),
             "data.jsonl": _PARTS.joinpath(f"{options.task}.jsonl").read_text("utf-8"),
@@ -68,11 +73,15 @@ def main(argv: Sequence[str]) -> int:
         }
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
-    except (ValueError, OSError) as error:
+    except NotADirectoryError:
+        parser.error(f"{folder}: is a file, or is below one; give a new folder")
+    except OSError as error:
+        parser.error(f"{error.filename or folder}: cannot be written ({error.strerror or error}); give another folder")
+    except ValueError as error:
         print(f"miles init: error: {error}", file=sys.stderr)
         return 2
     print(f"{folder}: {', '.join(texts)}. Next:\n")
-    print(f"cd {folder}", "python reward.py", "miles explain --config run.yaml", sep="\n")
+    print(f"cd {shlex.quote(str(folder))}", "python reward.py", "miles explain --config run.yaml", sep="\n")
     print("miles train --config run.yaml --debug-rollout-only num_rollout=1    # answers and rewards, no training")
     print("miles train --config run.yaml", "miles report outputs/run", sep="\n")
     return 0

@@ -37,7 +37,6 @@ def main(argv: Sequence[str]) -> int:
     try:
         RunHeader.load(options.run)
         if options.static is not None:
-            options.static.parent.mkdir(parents=True, exist_ok=True)
             print(write_report(options.run, options.samples, options.static))
             return 0
         server = _serve(options.run, options.port)

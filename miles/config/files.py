@@ -215,6 +215,8 @@ class _Reader:
         try:
             if not equals:
                 raise _Refused("is not an override of the file; write key=value")
+            if not text.strip():  # of an unset variable of a shell, for example
+                raise _Refused(f"has no value; give one, or write {key}=null for the default")
             if dot and section not in SECTIONS and section not in _FOREIGN_SECTIONS:
                 raise _Refused(f"{section} is not a section; write {name}=value")
             flag = self._flag(name.replace("-", "_"), section)

@@ -34,6 +34,7 @@ from miles.config.choice import (
     trained_without_megatron,
 )
 from miles.config.cluster import ClusterArguments, is_cluster_address
+from miles.config.command_parser import rephrased
 from miles.config.components import TRAIN_BACKENDS
 from miles.config.files import Expanded, expand_configs, located, with_words_of_files
 from miles.config.host_share import fit_to_host, is_on_cpu
@@ -53,7 +54,6 @@ from miles.config.spelling import (
     cut_spaced_words,
     flags_in,
     group_words,
-    rephrased,
     stray_words,
     with_written_flags,
 )
@@ -93,6 +93,8 @@ class FlagParser(argparse.ArgumentParser):
         Raises:
             FlagError: The words after an error cannot be read.
         """
+        if "--" in words:
+            self.error("--: is no flag; drop it")
         namespace, unknown = self.parse_known_args(words)
         flags = [word.split("=")[0] for word in unknown if word.startswith("-")]
         # A long one is cut: the search for a near one takes the square of its length.

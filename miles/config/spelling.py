@@ -9,27 +9,12 @@ from typing import TypeAlias
 from miles.base.flags import LONGEST_VALUE
 from miles.base.secrets import public_words
 from miles.base.text import one_line
+from miles.config.command_parser import SWITCH
 from miles.config.notes import READ_AS, Note, written
 from miles.config.servers.passed_on import ROUTER, ROUTER_ALIAS
 from miles.config.suggest import whole_numbers
 
 Group: TypeAlias = tuple[str, tuple[str, ...]]  # a flag, and the words after it
-
-_SWITCH = "is a switch and takes no value; give it alone, or leave it out"
-
-# argparse's messages -> flag, value, rule and what to do
-_REPHRASED = (
-    (r"^argument ", ""),
-    (r"""^(\S+): invalid int value: (['"])(.*)\2$""", r"\1 \3: must be a whole number; correct the value"),
-    (r"""^(\S+): invalid float value: (['"])(.*)\2$""", r"\1 \3: must be a number; correct the value"),
-    (
-        r"""^(\S+): invalid whole_numbers value: (['"])(.*)\2$""",
-        r"\1 \3: must be a list of whole numbers; write 1,1 or [0]*3+[1]*5",
-    ),
-    (r"""^(\S+): invalid choice: (['"])(.*)\2 \(choose from (.*)\)$""", r"\1 \3: no such choice; give one of \4"),
-    (r"""^(\S+): ignored explicit argument (['"])(.*)\2$""", rf"\1=\3: {_SWITCH}"),
-    (r"^(\S+): expected .*$", r"\1: has no value; give one after it, or as \1=VALUE if it starts with a minus"),
-)
 
 
 def cut_spaced_words(words: Sequence[str], known: Collection[str]) -> list[str]:
@@ -127,7 +112,7 @@ def stray_words(words: Sequence[str], actions: Mapping[str, argparse.Action]) ->
                 f"{written(flag, values)}: takes one source; for several give --prompt-mix {' '.join(pairs)}"
             )
         elif flag and most == 0 and len(extra) == 1 and not _SETTING.match(extra[0]):
-            messages.append(f"{written(flag, extra)}: {_SWITCH}")
+            messages.append(f"{written(flag, extra)}: {SWITCH}")
         else:
             stray += [(word, flag) for word in extra]
     settings = [(word, flag) for word, flag in stray if _SETTING.match(word)]
@@ -166,14 +151,6 @@ def _quoted(stray: Sequence[tuple[str, str]]) -> str:
         for word, (_, flag) in zip(public_words([word for word, _ in stray]), stray, strict=True)
     ]
     return f"the word{'s' if len(stray) > 1 else ''} {', '.join(quotes)}"
-
-
-def rephrased(message: str) -> str:
-    """Return a message of argparse as flag, value, rule and what to do."""
-    message = re.sub(rf"'([^']{{{LONGEST_VALUE}}})[^']*'", r"'\1…'", message)
-    for pattern, sentence in _REPHRASED:
-        message = re.sub(pattern, sentence, message)
-    return message
 
 
 def repeated_flags(words: Sequence[str]) -> list[Note]:

@@ -404,15 +404,19 @@ def write_page(view: RunView, samples_per_iteration: int, path: Path | None = No
     """Write the report of a run that is open, as ``write_report`` does."""
     data = report_data(view, samples_per_iteration)
     target = path or view.folder / REPORT
-    page = single_file(view.header.title, data)
-    if target.exists() and not target.is_file():  # a pipe, for example
-        target.write_bytes(page)
-        return target
-    new = target.with_name(f".{target.name}.new")  # renamed into place: a full disk keeps the report that was there
+    save_page(single_file(view.header.title, data), target)
+    return target
+
+
+def save_page(page: bytes, target: Path) -> None:
+    """Write a page. Raises ``WriteFailed`` if the disk is full, or cannot be written for another reason."""
+    new = target.with_name(f".{target.name}.new")  # renamed into place: a full disk keeps the page that was there
     with naming_disk(target, new):
+        if target.exists() and not target.is_file():  # a pipe, for example
+            target.write_bytes(page)
+            return
         new.write_bytes(page)
         new.replace(target)
-    return target
 
 
 def report_data(view: RunView, samples_per_iteration: int) -> dict[str, Any]:

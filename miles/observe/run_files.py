@@ -486,7 +486,8 @@ class RunHeader:
             return header
         except (TypeError, ValueError, RecursionError) as error:
             what_to_do = "read it with the version of miles that wrote it, or copy the run's folder again"
-            raise ValueError(f"{path}: cannot be read ({error}); {what_to_do}") from error
+            fault = "it has other fields" if isinstance(error, TypeError) else error
+            raise ValueError(f"{path}: cannot be read ({fault}); {what_to_do}") from error
 
 
 # The files of a run in its output folder: metrics.jsonl and samples.jsonl, written step by step and read back.
@@ -682,9 +683,16 @@ class RunFiles:
 
 
 def why_not_written(path: Path) -> str | None:
-    """Return why a command does not write ``path``, as the end of a message: it is a folder, or a file of a run."""
+    """Return why a command does not write ``path``, as the end of a message: it is a folder, or a file of a run.
+
+    Folders above it are created.
+    """
     if path.is_dir():
         return "is a folder; give a file in it"
     if path.name in _OF_RUN and (path.parent / FILE_NAME).exists():
         return "is a file of a run, which would be lost; give another file"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return f"its folder cannot be created ({error.strerror}); give another file"
     return None

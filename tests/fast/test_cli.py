@@ -44,6 +44,17 @@ def test_an_unknown_command_is_refused_with_a_suggestion(word, answer):
     assert ended.stderr == f"miles: error: {word}: no such command; {answer}\n"
 
 
+def test_a_command_without_a_name_or_a_folder_is_refused(tmp_path):
+    assert miles("").stderr.startswith("miles: error: '': no such command; give one of ")
+    command = 'rmdir "$PWD"; exec "$0" -m miles doctor --quick'
+    environ = os.environ | {"PYTHONPATH": str(REPO)}
+    ended = subprocess.run(
+        ["bash", "-c", command, sys.executable], cwd=tmp_path, env=environ, capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith("miles: error: the current folder is gone") and ended.stderr.count("\n") == 1
+
+
 def test_miles_train_does_the_same_as_train_py():
     flags = ["--lr", "fast"]
     script = subprocess.run([sys.executable, "train.py", *flags], cwd=REPO, capture_output=True, text=True)

@@ -28,8 +28,9 @@ class GymTask(Rows):
         self._source = source
         self._name, options = read_task(source, f"prompt source {one_line(source, 200)}")
         if self._name not in DATASETS:
-            near = ", ".join(get_close_matches(self._name, DATASETS)) or "its documentation lists them"
-            raise _refusal(source, f"reasoning_gym has no task {one_line(self._name, 100)!r}; near it: {near}")
+            near = ", ".join(get_close_matches(self._name, DATASETS))
+            what_to_do = f"near it: {near}" if near else "its documentation lists them"
+            raise _refusal(source, f"reasoning_gym has no task {one_line(self._name, 100)!r}; {what_to_do}")
         self._options = {"seed": 42, **options}
         with _refusing(source, self._name):
             self._entries = reasoning_gym.create_dataset(self._name, **self._options)

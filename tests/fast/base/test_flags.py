@@ -24,7 +24,7 @@ def test_all_broken_rules_are_collected_and_none_is_repeated():
             errors.declared(Section(rate=-1, size=0))
         assert errors.words(Section(mode="odd")) == Section(), "later rules see the default"
     assert caught.value.messages == (
-        "--rate -1: must be in (0, 1]; give a number from 0 to 1",
+        "--rate -1: must be in (0, 1]; give a number from 0 to 1, but not 0",
         "--size 0: must be a finite number of at least 1; give 1 or more",
         "--mode odd: no such choice; give one of fast, slow",
     )

@@ -5,9 +5,11 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from miles import cli
 from miles.commands import init
 from miles.compat.border import read_command
 from miles.config.parser import judge
@@ -96,3 +98,28 @@ def test_a_folder_with_files_is_left_alone(model, tmp_path, capsys):
         init.main([str(mine), "--model", model])
     assert ended.value.code == 2 and "holds files already; give a new folder" in capsys.readouterr().err
     assert [path.name for path in mine.iterdir()] == ["thesis.txt"]
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (["file"], "file: is a file, or is below one; give a new folder"),
+        (["file/mine"], "file/mine: is a file, or is below one; give a new folder"),
+        (
+            ["mine", "--model", "/no/such"],
+            "--model /no/such: no such folder; check the path, or give a Hugging Face name",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(words, fault, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(cli.main(["init", *words, *([] if "--model" in words else ["--model", "some/name"])]))
+    assert ended.value.code == 2 and capsys.readouterr().err.endswith(f"miles init: error: {fault}\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_printed_cd_quotes_the_folder(model, tmp_path, capsys):
+    assert init.main([str(tmp_path / "my run"), "--model", model]) == 0
+    assert f"\ncd '{tmp_path / 'my run'}'\n" in capsys.readouterr().out

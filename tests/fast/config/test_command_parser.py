@@ -40,8 +40,14 @@ BREAK = "a b [2J: has a line break or another control character; correct the pat
             ["sample", "outputs/run", "x", "--temperature", "1e300"],
             "--temperature 1e+300: must be at most 3.4e+38; give",
         ),
-        (["runs", "outputs", "stray\x1b[2J"], "unrecognized arguments: stray [2J"),
-        (["runs", "outputs", "a" * 5000], "unrecognized arguments: aaa"),
+        (["runs", "outputs", "stray\x1b[2J"], "error: stray [2J: is a word too many; put a value that has"),
+        (["doctor", "--quik"], "error: --quik: no such flag; did you mean --quick?"),
+        (["report", "run", "--port", "x"], "error: --port x: must be a whole number; correct the value"),
+        (["init", "mine", "--task", "maths"], "error: --task maths: no such choice; give one of 'math', "),
+        (["compare", "run", ""], "error: RUN: the value is empty; give one"),
+        (["report", "run", "--static", ""], "error: --static: the value is empty; give one, or drop --static"),
+        (["conformance", "--cache="], "error: --cache: the value is empty; give one, or drop --cache"),
+        (["runs", "outputs", "a" * 5000], f"error: {'a' * 199}…: is a word too many"),
     ],
 )
 def test_a_value_that_nothing_can_have(capsys, words, message):

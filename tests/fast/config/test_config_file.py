@@ -194,6 +194,7 @@ def test_errors_about_values_name_the_line(nested, tmp_path):
         (["--config"], "--config: expected the path of a YAML file; write --config FILE"),
         (["--config", "none.yaml"], "--config none.yaml: the file cannot be read (No such file or directory); "),
         (["--config", "{}", "lr"], "--config {} lr: is not an override of the file; write key=value"),
+        (["--config", "{}", "lr="], "--config {} lr=: has no value; give one, or write lr=null for the default"),
         (["--config", "{}", "losses.lr=1"], "--config {} losses.lr=1: losses is not a section; write lr=value"),
         (["--config", "{}", "lrr=1"], "--config {} lrr=1: no such setting; "),
     ],

@@ -78,6 +78,14 @@ def test_a_page_does_not_replace_a_file_of_a_run(tmp_path: Path, capsys: pytest.
     assert (first / "metrics.jsonl").read_text().startswith('{"step"')
 
 
+def test_a_page_that_has_no_room_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.html"
+    page.symlink_to("/dev/full")
+    with pytest.raises(SystemExit, match="2"):
+        compare.main([str(write(tmp_path / "a")), str(write(tmp_path / "b")), "--page", str(page)])
+    assert re.search(rf"{page} was not written, because the disk .* is full\n$", capsys.readouterr().err)
+
+
 @pytest.mark.parametrize("tolerance", ["-1", "nan", "inf"])
 def test_a_tolerance_is_finite_and_not_negative(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], tolerance: str

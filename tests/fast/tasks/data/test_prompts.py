@@ -225,6 +225,7 @@ def test_sources_that_cannot_be_read(tmp_path, tokenizer, sources):
         sources["splits"] + ":dev": "no split dev; it has train, test",
         f"hf:{tmp_path / 'nowhere'}": "datasets cannot load it",
         "reasoning_gym:gdc": "no task 'gdc'; near it: .*gcd",
+        "reasoning_gym:nosuch": "no task 'nosuch'; its documentation lists them",
         "reasoning_gym:gcd:size": "'size' is not key=value",
         "reasoning_gym:gcd:sise=3": "reasoning_gym refuses these settings",
         "reasoning_gym:gcd:size=-1": "gcd:size=-1: size must be a whole number from 1 to 10000000; write size=1000",
