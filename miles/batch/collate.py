@@ -54,10 +54,8 @@ def collate(
     part = batch.select(samples)
     if row_multiple is not None:
         layout = _in_rows(part, context, row_multiple)
-    elif share_prefixes and context.size == 1:
-        layout = _shared(part, reads_last)
     else:
-        layout = _packed(part, context)
+        layout = _shared(part, reads_last) if share_prefixes and context.size == 1 else _packed(part, context)
 
     def tensor(values: object, dtype: type) -> torch.Tensor:
         return to_device(np.asarray(values, dtype), device)
