@@ -80,7 +80,10 @@ def test_a_file_of_settings_without_its_flag_is_the_only_error():
 def test_all_errors_are_reported_at_once_whatever_finds_them(command, capsys):
     with pytest.raises(SystemExit) as caught:
         parse_or_exit(
-            command("--lr fast --seed x --rolout-batch-size 3 --loss-aggregation mean --xyzzy --eps-clip 0 --exit-duration-in-mins 3")
+            command(
+                "--lr fast --seed x --rolout-batch-size 3 --loss-aggregation mean --xyzzy --eps-clip 0 "
+                "--exit-duration-in-mins 3"
+            )
         )
     assert caught.value.code == 2
     first, *errors = capsys.readouterr().err.splitlines()
