@@ -66,11 +66,15 @@ def main(argv: Sequence[str]) -> int:
             parser.error(f"{flag} {value:g}: must be finite and at least 0; give 0 or more")
     try:
         results = _check(options)
-        if options.junit is not None:
-            write_junit(options.junit, f"check-reward {options.function}", results)
     except (InputError, ValueError, OSError) as error:
         parser.error(str(error))
-    return _report(results)
+    status = _report(results)
+    if options.junit is not None:
+        try:
+            write_junit(options.junit, f"check-reward {options.function}", results)
+        except OSError as error:
+            parser.error(f"--junit {options.junit}: cannot be written ({error.strerror}); give another file")
+    return status
 
 
 def _check(options: argparse.Namespace) -> list[CheckResult]:

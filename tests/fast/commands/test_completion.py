@@ -64,7 +64,7 @@ def test_a_flag_for_a_folder_completes_folders_and_another_one_files_too(complet
 def test_another_shell_is_refused(capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main(["completion", "fish"])
-    assert "choose from" in capsys.readouterr().err
+    assert "shell fish: no such choice; give one of 'bash', 'zsh'" in capsys.readouterr().err
 
 
 def test_the_script_is_printed(capsys):

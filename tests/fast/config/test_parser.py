@@ -1,7 +1,6 @@
 """Flags become settings, and wrong flags are reported."""
 
 import dataclasses
-import resource
 import subprocess
 import sys
 
@@ -142,21 +141,10 @@ except SystemExit as error:
 """
 
 
-def cpu_seconds_of_children() -> float:
-    """Return the time that ended child processes have computed; other processes of a busy host do not count."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
-
-
-def test_wrong_flags_are_reported_within_a_second_and_without_torch():
-    seconds = []
-    for _ in range(3):
-        start = cpu_seconds_of_children()
-        run = subprocess.run([sys.executable, "-c", WRONG_FLAG], capture_output=True, text=True, check=True)
-        seconds.append(cpu_seconds_of_children() - start)
-        assert run.stdout == "2 []\n"
-        first, *lines = run.stderr.splitlines()
-        errors = [line.strip() for line in lines if line.startswith("    ")]
-        assert first == f"miles train: {len(errors)} errors in the flags:"
-        assert {"--lr", "--loss-aggregation", "--prompt-data"} <= {error.split()[0] for error in errors}
-    assert min(seconds) < 1.0
+def test_wrong_flags_are_reported_without_torch():
+    run = subprocess.run([sys.executable, "-c", WRONG_FLAG], capture_output=True, text=True, check=True)
+    assert run.stdout == "2 []\n"
+    first, *lines = run.stderr.splitlines()
+    errors = [line.strip() for line in lines if line.startswith("    ")]
+    assert first == f"miles train: {len(errors)} errors in the flags:"
+    assert {"--lr", "--loss-aggregation", "--prompt-data"} <= {error.split()[0] for error in errors}

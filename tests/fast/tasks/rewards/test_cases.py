@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -126,6 +127,16 @@ def test_a_malformed_case_is_refused_with_its_line(check, cases, message):
 def test_a_function_that_is_not_there_is_refused(check):
     status, output, _ = check("my_rewards:precise", GOOD)
     assert status == 2 and "has no function precise" in output
+
+
+def test_a_file_that_cannot_be_written_is_named_after_the_results(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("cases.jsonl").write_text(json.dumps({"response": "a", "label": "a", "expected": 1}))
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["check-reward", "exact_match", "--cases", "cases.jsonl", "--junit", "cases.jsonl/a.xml"])
+    told = capsys.readouterr()
+    assert told.out.startswith("1 of 1 checks passed")
+    assert "--junit cases.jsonl/a.xml: cannot be written (" in told.err
 
 
 def test_junit_holds_any_text(tmp_path):
