@@ -84,7 +84,7 @@ def report(name: str, translation: Translation, objective: ForeignObjective | No
 
 
 def _command(translation: Translation) -> list[str]:
-    lines = ["miles train"] + [f"  {_joined(group)}" for group in translation.groups]
+    lines = ["python train.py"] + [f"  {_joined(group)}" for group in translation.groups]
     missing = [f"{flag} ({what})" for flag, what in REQUIRED.items() if flag not in translation.words]
     if "--prompt-mix" in translation.words:
         missing.remove("--prompt-data (the prompts)")
