@@ -481,7 +481,11 @@ class RunHeader:
         if not path.is_file():
             raise ValueError(f"{output_dir}: no {FILE_NAME} there; give the --output-dir of a run that has started")
         try:
-            header = cls(**json.loads(path.read_text(encoding="utf-8")))
+            values = json.loads(path.read_text(encoding="utf-8"))
+            for name in values if isinstance(values, dict) else ():
+                if name not in cls.__dataclass_fields__:
+                    raise ValueError(f"this version has no field {name!r}")
+            header = cls(**values)
             header._check()
             return header
         except (TypeError, ValueError, RecursionError) as error:
