@@ -34,8 +34,8 @@ def die_with_parent(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def ending_with_this(*command: str) -> list[str]:
-    """Return a command that the kernel kills when the thread that starts it ends, from its first moment on."""
+def killed_with_parent(*command: str) -> list[str]:
+    """Return the words of a command that ``die_with_parent`` ties to the thread that starts it."""
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
 
 

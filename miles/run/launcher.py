@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from miles.base.locks import FolderLocks, RemoteLock, locked_folders, locked_in_remote_storage
-from miles.base.processes import ending_with_this
+from miles.base.processes import killed_with_parent
 from miles.base.secrets import hidden_in_output, secrets_in
 from miles.base.text import InputError
 from miles.config.checkpoint import (
@@ -276,7 +276,7 @@ class ForeseenMemory:
             file.write(pickle.dumps(settings))
             file.seek(0)
             self._process = subprocess.Popen(
-                ending_with_this("nice", sys.executable, "-m", REHEARSAL),
+                killed_with_parent("nice", sys.executable, "-m", REHEARSAL),
                 stdin=file,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

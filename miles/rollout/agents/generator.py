@@ -187,7 +187,7 @@ async def run_program(
         try:
             # Separate pipes: asyncio would wait until no process holds its own, also one that has left the group.
             process = await asyncio.create_subprocess_exec(
-                *processes.ending_with_this(*command),
+                *processes.killed_with_parent(*command),
                 stdin=standard_input,
                 stdout=writers[0],
                 stderr=writers[1],

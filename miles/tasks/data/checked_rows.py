@@ -123,7 +123,9 @@ def check_rows(source: str, rows: Rows, make: Make[P], is_long: Callable[[P], bo
                 if len(verdict.faults) >= MOST_FAULTS:
                     break
     except BrokenProcessPool:
-        fault = "a process that checked its rows was killed, most likely as memory ran out; free some, and start again"
+        fault = (
+            "a process that checked its rows was killed, most likely for lack of memory; free memory, and start again"
+        )
         raise InputError(f"prompt source {source}: {fault}") from None
     progress.end()
     if verdict.faults:

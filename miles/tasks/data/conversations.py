@@ -172,7 +172,7 @@ def _read(
         if message["role"] in data.sft_roles:
             if isinstance(message.get("content"), list):
                 row.refuse(f"message {number + 1}: is trained on and has an image; write its text alone")
-            start, end = _span(row, render, messages, number, renderer.shared)
+            start, end = _span(row, render, messages, number, renderer.common_prefix)
             is_whole &= _is_written(message, text[spans[-1][1] if spans else 0 : end])
             if not renderer.ends_turn(text[start:end], message):
                 ending = next_added_token(tokenizer, text, end)  # the next role's token ends the turn
@@ -213,7 +213,7 @@ def _read(
 
 
 def _span(
-    row: Row, render: Render, messages: Sequence[dict[str, Any]], number: int, shared: Callable[[str, str], int]
+    row: Row, render: Render, messages: Sequence[dict[str, Any]], number: int, common_prefix: Callable[[str, str], int]
 ) -> tuple[int, int]:
     """Return the span of the message at ``number`` in the conversation's text: its content and the end of its turn.
 
@@ -228,8 +228,8 @@ def _span(
     if text.startswith(through) and through.startswith(opened):
         return len(opened), len(through.rstrip())
     content = written_text(message)
-    before = shared(render(messages[:number], False), text) if number else 0
-    as_opened = shared(opened, text)  # text between header and content belongs to the message
+    before = common_prefix(render(messages[:number], False), text) if number else 0
+    as_opened = common_prefix(opened, text)  # text between header and content belongs to the message
     if text.startswith(through) and as_opened > before and _is_written({"content": content}, through[before:]):
         return as_opened, len(through.rstrip())
     head, tail = _around(render, messages, number)
@@ -237,7 +237,7 @@ def _span(
     if not content.strip():  # a template may put white space between content and calls
         tail, last_tail = tail.lstrip(), last_tail.lstrip()
     start, middle = len(head), len(text) - len(tail)
-    end = middle + len(tail[: shared(last_tail, tail)].rstrip())
+    end = middle + len(tail[: common_prefix(last_tail, tail)].rstrip())
     is_there = text.startswith(head) and text.endswith(tail) and text[start:middle].strip() == content.strip()
     if start > middle or not is_there or not _is_written(message, text[start:end]):
         row.refuse(

@@ -58,8 +58,8 @@ class SpecialTokens:
         """Return whether ``text`` ends with a special token."""
         return text.endswith(tuple(self._names))
 
-    def shared(self, one: str, other: str) -> int:
-        """Return how many characters the tokens have with which two texts begin alike.
+    def common_prefix(self, one: str, other: str) -> int:
+        """Return the length, in characters, of the tokens that two texts begin with in common.
 
         Only the text between the special tokens around the first difference is tokenized.
         """
@@ -356,9 +356,9 @@ class PromptRenderer:
         assert self._images is not None
         return self._images.prompt_images(row, files_of(messages), token_ids)
 
-    def shared(self, one: str, other: str) -> int:
-        """Return how many characters the tokens have with which two texts begin alike."""
-        return self._special.shared(one, other)
+    def common_prefix(self, one: str, other: str) -> int:
+        """Return the length, in characters, of the tokens that two texts begin with in common."""
+        return self._special.common_prefix(one, other)
 
     def ends_turn(self, written: str, message: Mapping[str, Any]) -> bool:
         """Return whether the template has ended the turn of a message in ``written``, its text as far as known."""

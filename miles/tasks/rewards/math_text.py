@@ -214,8 +214,8 @@ def spelled_numbers(text: str) -> str:
     """
     text = _SIGN.sub(lambda sign: _SIGNS[sign[0]], in_ascii(text))
     text = _FRACTION_SIGN.sub(lambda sign: r"\frac{{{}}}{{{}}}".format(*_parts_of(sign[0])), text)
-    text = _SUPERSCRIPTS.sub(lambda power: f"^{{{unicodedata.normalize('NFKC', power[0])}}}", text)
-    text = without_groups(in_ascii(text))
+    text = _SUPERSCRIPTS.sub(lambda power: f"^{{{in_ascii(unicodedata.normalize('NFKC', power[0]))}}}", text)
+    text = without_groups(text)
     text = _EXPONENT.sub(lambda number: f"{Decimal(number[0]):f}", text)
     text = _SIGNED_POWER.sub(r"^{\1}", _TIMES_TEN.sub(r"\\times 10", text))
     text = _CUT_DECIMAL.sub(r"\1", _REPEATING.sub(_fraction, text))

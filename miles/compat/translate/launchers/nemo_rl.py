@@ -60,7 +60,6 @@ def _end(translation: Translation) -> None:
         translation.carry(epochs, "--num-epoch", translation.count(epochs))
     else:
         write_steps(translation, key, epochs)
-    translation.take([epochs])
 
 
 def _estimator(translation: Translation) -> None:
@@ -228,12 +227,12 @@ def _schedule(translation: Translation) -> None:
         style = translation.text(shape, "constant").lower()
         if style not in ("constant", "linear", "cosine"):
             translation.fail(shape, "the shapes here are constant, linear, cosine")
+        steps = _steps_of_iteration(translation)
         words: list[object] = ["--lr-decay-style", style]
         if style != "constant":
             words += ["--min-lr", translation.number(MEGATRON + "optimizer.min_lr")]
             if translation.has(decay):
-                words += ["--lr-decay-iters", int(translation.number(decay)) * _steps_of_iteration(translation)]
-        steps = _steps_of_iteration(translation)
+                words += ["--lr-decay-iters", int(translation.number(decay)) * steps]
         warm = translation.number(warmup)
         translation.carry(shape, *words)
         if warm:

@@ -54,7 +54,8 @@ def find_last_number(text: str) -> Decimal | None:
         pass
     if last is None:
         return None
-    return Decimal("-" * bool(last["sign"]) + last["digits"].replace(",", "") + (last["exponent"] or ""))
+    sign = "-" if last["sign"] else ""
+    return Decimal(sign + last["digits"].replace(",", "") + (last["exponent"] or ""))
 
 
 def _reference(prompt: Prompt) -> Decimal:

@@ -220,7 +220,7 @@ def test_the_beginning_that_two_texts_share_is_that_of_their_tokens(base_tokeniz
     encoded = [tokenizer(text, add_special_tokens=False, return_offsets_mapping=True) for text in texts]
     number = len(commonprefix([each["input_ids"] for each in encoded]))
     expected = encoded[0]["offset_mapping"][number - 1][1] if number else 0
-    assert SpecialTokens(tokenizer).shared(*texts) == expected
+    assert SpecialTokens(tokenizer).common_prefix(*texts) == expected
 
 
 class CountingTokenizer(PreTrainedTokenizerFast):
