@@ -137,14 +137,14 @@ def test_an_interrupted_sweep_goes_on_to_the_same_result(sweep, tmp_path, workpl
 @pytest.mark.slow
 def test_a_run_that_fails_twice_is_told_and_the_others_are_compared(sweep, tmp_path):
     short = {"num_rollout": 1}
-    bad = {**short, "custom_rm_path": "launch_rewards:raises"}
+    bad = {"num_rollout": 2, "custom_rm_path": "launch_rewards:raises"}
     definition = {"variants": {"bad": bad, "good": short}, "seeds": [1], "baseline": "good"}
-    run = sweep(definition, "--jobs", 1)
+    run = sweep(definition, "--jobs", 1, FAIL_AT="1")
     assert run.wait() == 1, run.out + run.err
     lines = run.out.splitlines()
-    assert sum("bad seed 1: failed with status 2" in line and "trying once more" in line for line in lines) == 1
+    assert sum("bad seed 1: failed with status 1" in line and "trying once more" in line for line in lines) == 1
     assert "[1/2] good seed 1: finished in" in run.out
-    assert "1 run failed:" in run.err and "gold" in run.err and "log.txt" in run.err
+    assert "1 run failed:" in run.err and "the reward function failed" in run.err and "log.txt" in run.err
     log = (tmp_path / "out" / "bad" / "seed-1" / "log.txt").read_text()
-    assert len(re.findall("^--- ", log, re.MULTILINE)) == 2
+    assert len(re.findall("^--- ", log, re.MULTILINE)) == 2 and "gold" in log
     assert json.loads((tmp_path / "out" / "table.json").read_text())["runs"][1]["is_finished"]
