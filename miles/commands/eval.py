@@ -62,6 +62,9 @@ def main(argv: Sequence[str]) -> int:
     parser.refuse_below_one(n_samples=options.n_samples, max_response_len=options.max_response_len)
     if options.sets and options.benchmarks:
         parser.error("--benchmarks: cannot be used with --sets; give one of the two")
+    for name in (word.partition("=")[0] for word in options.benchmarks):
+        if name not in BENCHMARKS:
+            parser.error(f"--benchmarks {name}: no such benchmark; give some of {', '.join(BENCHMARKS)}")
     if len(options.sets) % 2:
         parser.error(f"--sets {' '.join(options.sets)}: must be NAME SOURCE pairs; write a name before each source")
     if options.out is not None:
@@ -219,17 +222,15 @@ def benchmark_settings(
 
     Args:
         settings: The settings for generating here.
-        words: Names, each with ``=FOLDER`` if a local folder holds the set.
+        words: Names of ``BENCHMARKS``, each with ``=FOLDER`` if a local folder holds the set.
         folder: Where the prompts are written.
         longest: Tokens of the longest answer; None is the benchmark's.
 
     Raises:
-        InputError: There is no benchmark of a name, or its set cannot be loaded.
+        InputError: A set cannot be loaded.
     """
     for word in words:
         name, _, source = word.partition("=")
-        if name not in BENCHMARKS:
-            raise InputError(f"--benchmarks {name}: no such benchmark; give some of {', '.join(BENCHMARKS)}")
         chosen = BENCHMARKS[name]
         rows = folder / f"{name}.jsonl"
         with rows.open("w", encoding="utf-8") as file:

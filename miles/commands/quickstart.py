@@ -39,9 +39,11 @@ def main(argv: Sequence[str]) -> int:
     out: Path = options.output_dir
     try:
         _check(out)
+        source = model.HUB_NAME if folder is None else model.prepare(folder)
         _write_inputs(out)  # the same ones in every quickstart
-        refuse_wrong_flags(_command(out, model.HUB_NAME, options.seed, flags))  # a model takes long to fetch or convert
-        source = model.prepare(folder, options.model_target)
+        refuse_wrong_flags(_command(out, source, options.seed, flags))  # a model takes long to fetch or convert
+        if folder is None:
+            source = model.prepare(None, options.model_target)
         command = _command(out, source, options.seed, flags)
         validated = parse_or_exit(command)  # exits for wrong flags and --version
         trains = not (validated.explains or validated.settings.rehearsal.rehearse)

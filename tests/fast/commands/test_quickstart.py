@@ -72,7 +72,7 @@ def test_other_folders_and_models_are_refused(model, started, tmp_path, capsys):
     assert (tmp_path / "mine" / "thesis.txt").exists()
     assert quickstart.main([str(tmp_path / "mine"), "--output-dir", "out"]) == 2
     assert "mine: no Hugging Face model with safetensors weights; check the path" in capsys.readouterr().err
-    assert not started
+    assert not started and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("wrong", [["--lr", "x"], ["--eps-clip", "0"]])

@@ -59,10 +59,16 @@ def test_the_command_prints_a_table_per_benchmark(run, words, tiny_model, capsys
     assert (result["prompts"], result["samples_per_prompt"]) == (2, 2) and "pass@2" in result["estimates"]
 
 
-def test_what_is_no_benchmark_or_no_such_set_is_told(run, tiny_model, tmp_path, words):
+def test_what_is_no_benchmark_is_told_before_anything_is_read(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        eval_command.main([str(tmp_path), "--benchmarks", "gsm8k", "gsm"])
+    message = "--benchmarks gsm: no such benchmark; give some of aime24, gsm8k, ifeval, math500\n"
+    assert capsys.readouterr().err.endswith(message)
+
+
+def test_a_set_of_another_kind_is_told(run, tiny_model, tmp_path, words):
     here = settings_for(run.settings, Path(tiny_model), tmp_path, None)
     for word, message in (
-        ("gsm", "--benchmarks gsm: no such benchmark; give some of aime24, gsm8k, ifeval, math500"),
         (
             f"gsm8k={tmp_path / 'ifeval'}",
             f"--benchmarks gsm8k: prompt source hf:{tmp_path}/ifeval:test: no split test; it has train",
