@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import threading
 from contextlib import closing
 from dataclasses import replace
@@ -53,6 +54,14 @@ def test_plain_and_unwrapped_without_a_terminal() -> None:
     lines = printed(console_is_terminal=False).splitlines()
     assert "\x1b" not in "".join(lines)
     assert len([line for line in lines if line.startswith("step ")]) == 3
+
+
+def test_a_line_that_nobody_reads_is_an_error_for_the_run_to_explain(monkeypatch) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.FileIO(writing, "wb"), write_through=True))
+    with pytest.raises(BrokenPipeError):
+        ConsoleSink(HEADER, "out")
 
 
 def test_a_terminal_gets_a_bar_with_the_phase_and_the_time_left_that_reaches_its_end() -> None:

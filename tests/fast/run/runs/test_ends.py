@@ -37,7 +37,8 @@ import os, subprocess, sys
 command = [sys.executable, {str(REPO / "train.py")!r}, *sys.argv[1:]]
 if os.environ["OUTPUT"] == "head":
     with subprocess.Popen(command, stdout=subprocess.PIPE) as run:
-        run.stdout.readline()
+        while not run.stdout.readline().startswith(b"starting Ray"):
+            pass
         run.stdout.close()
 else:
     with open("/dev/full", "w") as full, subprocess.Popen(command, stdout=full) as run:
@@ -207,7 +208,7 @@ def test_a_run_that_cannot_print_says_so(launch, workplace, output, why):
     run = launch(output, "--num-rollout", "1000", "--save", str(checkpoints), program=program, OUTPUT=output)
     assert run.wait() == 1, run.err
     assert "Traceback" not in run.err
-    assert f"the run stopped: standard output {why}" in run.err.splitlines()[-1]
+    assert f"the run stopped: standard output {why}" in run.err.splitlines()[-1], run.err
     assert run.none_left(0) and files_of_runs() <= before
 
 
