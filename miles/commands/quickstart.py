@@ -39,10 +39,10 @@ def main(argv: Sequence[str]) -> int:
     out: Path = options.output_dir
     try:
         _check(out)
-        source = model.HUB_NAME if folder is None else model.prepare(folder)
+        source = None if folder is None else model.prepare(folder)
         _write_inputs(out)  # the same ones in every quickstart
-        refuse_wrong_flags(_command(out, source, options.seed, flags))  # a model takes long to fetch or convert
-        if folder is None:
+        if source is None:  # a model takes long to fetch or convert: flags first
+            refuse_wrong_flags(_command(out, model.HUB_NAME, options.seed, flags))
             source = model.prepare(None, options.model_target)
         command = _command(out, source, options.seed, flags)
         validated = parse_or_exit(command)  # exits for wrong flags and --version

@@ -144,7 +144,7 @@ class Loading:
     """
 
     def __init__(self, log_format: str, console: Console | None = None) -> None:
-        terminal = console or Output()
+        terminal = console or Console()
         self._status: Status | None = None
         if terminal.is_terminal and log_format == "text":
             self._status = terminal.status("loading")
@@ -430,11 +430,11 @@ def _sampling(header: RunHeader) -> str | None:
     return f"training answers at temperature {trained:g}, held-out ones at temperature {held_out:g}{greedy}"
 
 
-class Output(Console):
-    """A console that raises ``BrokenPipeError`` if nobody reads it any more; rich would end the process silently."""
+class RaisingConsole(Console):
+    """A console that raises ``BrokenPipeError`` if its pipe is closed; rich would exit without a message."""
 
     def on_broken_pipe(self) -> None:
-        """Raise again what rich has caught: the run states why it stops, and how it resumes."""
+        """Raise the error that rich has caught; the run then prints why it stops and how to resume it."""
         raise
 
 
@@ -442,7 +442,7 @@ class ConsoleSink:
     """Prints the header at once, then one line per step. ``console`` is replaceable for tests."""
 
     def __init__(self, header: RunHeader, output_dir: str, console: Console | None = None) -> None:
-        self._console = console or Output()
+        self._console = console or RaisingConsole()
         self._total = header.total_steps
         self._left = TimeLeft(header.total_steps)
         self._first: dict[str, float] = {}  # of the first evaluation, by set

@@ -136,9 +136,8 @@ def test_an_interrupted_sweep_goes_on_to_the_same_result(sweep, tmp_path, workpl
 
 @pytest.mark.slow
 def test_a_run_that_fails_twice_is_told_and_the_others_are_compared(sweep, tmp_path):
-    short = {"num_rollout": 1}
     bad = {"num_rollout": 2, "custom_rm_path": "launch_rewards:raises"}
-    definition = {"variants": {"bad": bad, "good": short}, "seeds": [1], "baseline": "good"}
+    definition = {"variants": {"bad": bad, "good": {"num_rollout": 1}}, "seeds": [1], "baseline": "good"}
     run = sweep(definition, "--jobs", 1, FAIL_AT="1")
     assert run.wait() == 1, run.out + run.err
     lines = run.out.splitlines()

@@ -37,8 +37,9 @@ import os, subprocess, sys
 command = [sys.executable, {str(REPO / "train.py")!r}, *sys.argv[1:]]
 if os.environ["OUTPUT"] == "head":
     with subprocess.Popen(command, stdout=subprocess.PIPE) as run:
-        while not run.stdout.readline().startswith(b"starting Ray"):
-            pass
+        for line in run.stdout:
+            if line.startswith(b"starting Ray"):
+                break
         run.stdout.close()
 else:
     with open("/dev/full", "w") as full, subprocess.Popen(command, stdout=full) as run:
