@@ -21,6 +21,7 @@ from typing import Any
 import miles
 from miles import commands
 from miles.base.disk_faults import fault_of_output
+from miles.base.quick_import import import_transformers_quickly
 from miles.base.text import one_line, program
 from miles.commands import command_names
 
@@ -74,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The words after ``miles``; the process's own if None.
     """
     _print_anywhere()
+    import_transformers_quickly()
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         try:

@@ -34,7 +34,7 @@ MARKED = {
     },
     "miles.rollout.pipeline": {
         "build_pipeline": "rollout: pipeline",
-        "load_tokenizer": "rollout: tokenizer",
+        "tokenizer_of_process": "rollout: tokenizer",
         "RolloutPipeline.update_weights": "rollout: update weights",
     },
     "miles.engine.base": {"start_engine": "rollout: engine"},

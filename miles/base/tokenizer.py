@@ -6,6 +6,7 @@ A chat template ends a turn with a token behind the message, or with the one tha
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from miles.base.flags import FlagError
@@ -41,6 +42,9 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
             f"--hf-checkpoint {path}: cannot load a tokenizer from it ({type(error).__name__}: {reason}); give a "
             f"folder with tokenizer.json and tokenizer_config.json, or a name on the Hugging Face hub"
         ) from error
+
+
+tokenizer_of_process = lru_cache(maxsize=1)(load_tokenizer)  # half a second; not for two threads that tokenize at once
 
 
 def next_added_token(tokenizer: PreTrainedTokenizerBase, text: str, start: int = 0) -> str:

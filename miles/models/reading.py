@@ -15,7 +15,7 @@ from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
 from miles.base.text import InputError, one_line
-from miles.base.tokenizer import end_of_turn, load_tokenizer
+from miles.base.tokenizer import end_of_turn, tokenizer_of_process
 from miles.models.families import vision
 
 if TYPE_CHECKING:
@@ -263,7 +263,7 @@ def end_token_ids(model: str) -> frozenset[int]:
         origins["generation_config.json"] = set()
     for_generation = origins["generation_config.json"] or origins["config.json"]
     try:
-        tokenizer = load_tokenizer(model)
+        tokenizer = tokenizer_of_process(model)
     except InputError:  # an engine reads token ids
         tokenizer = None
     if tokenizer is not None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from miles.base.profiling import waiting
 from miles.base.threads import in_thread
-from miles.base.tokenizer import load_tokenizer
+from miles.base.tokenizer import tokenizer_of_process
 from miles.base.user_code import user_code_in_thread
 from miles.config.functions import flags_view
 from miles.config.inputs import load_training_prompts
@@ -254,7 +254,7 @@ async def build_pipeline(
         ValueError: A prompt row is malformed, a reward or function is unknown, and the like.
     """
     rollout = settings.rollout
-    tokenizer = load_tokenizer(str(settings.model.hf_checkpoint))
+    tokenizer = tokenizer_of_process(str(settings.model.hf_checkpoint))
     eval_sets = load_eval_sets(settings, tokenizer)
     supply = build_supply(settings, tokenizer)
     hooks = IterationHooks(settings, supply.stream)

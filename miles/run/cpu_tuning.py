@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from miles.base.host import GIB, memory_bytes
+from miles.base.quick_import import import_transformers_quickly
 from miles.config.host_share import threads
 
 _PLENTY = 16 * GIB  # of memory: enough to keep some for speed
@@ -40,6 +41,7 @@ def importing() -> Iterator[None]:
     Modules stay, and they have a million objects. Passing over them takes a tenth of the time of the imports, and
     0.3 s in each later full collection.
     """
+    import_transformers_quickly()
     was_enabled = gc.isenabled()
     gc.disable()
     try:

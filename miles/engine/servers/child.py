@@ -12,11 +12,13 @@ import runpy
 import sys
 
 from miles.base.processes import die_with_parent
+from miles.base.quick_import import import_transformers_quickly
 from miles.base.stacks import answer_requests
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[1]))
     answer_requests()
+    import_transformers_quickly()
     sys.argv = [*sys.argv[2:], *json.load(sys.stdin)]
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), sys.stdin.fileno())

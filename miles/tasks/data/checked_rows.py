@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, overload
 
 import miles
+from miles.base.cache import store, stored
 from miles.base.flags import FlagError
 from miles.base.processes import pool_of
 from miles.base.text import InputError
@@ -293,16 +294,11 @@ def _code() -> str:
     return " ".join([digest.hexdigest(), *map(version, ("transformers", "tokenizers", "jinja2"))])
 
 
-def _file(key: str) -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base, "miles", "rows", key)
-
-
 def _remembered(key: str) -> RowsVerdict | None:
     if not key:
         return None
-    with suppress(OSError, ValueError):  # there is none, or a disk was full
-        head, _, numbers = _file(key).read_bytes().partition(b"\n")
+    with suppress(OSError, ValueError):  # there is none, or a file of the rows is gone
+        head, _, numbers = (stored(f"rows/{key}") or b"").partition(b"\n")
         values = json.loads(head)
         if all(state_of(file) == state for file, state in values["files"].items()):
             return RowsVerdict(**values | {"notes": Notes(values["notes"]), "usable": array("I", numbers)})
@@ -313,11 +309,7 @@ def _remember(key: str, verdict: RowsVerdict) -> None:
     if key:
         values = {name: value for name, value in vars(verdict).items() if name != "usable"}
         head = json.dumps(values | {"notes": verdict.notes.counts}).encode()
-        with suppress(OSError):  # the next process checks again
-            _file(key).parent.mkdir(parents=True, exist_ok=True)
-            unfinished = _file(f"{key}.{os.getpid()}")
-            unfinished.write_bytes(head + b"\n" + verdict.usable.tobytes())
-            unfinished.replace(_file(key))
+        store(f"rows/{key}", head + b"\n" + verdict.usable.tobytes())
 
 
 class PromptSet(Sequence[P]):
