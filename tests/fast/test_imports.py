@@ -71,7 +71,7 @@ def dotted(node: ast.expr) -> str:
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, set[str]]:
+def imported() -> dict[str, set[str]]:
     """Return what each module imports. Not computed at import: every worker of pytest-xdist imports this file."""
     return {module_name(p): imports(p.read_text(), module_name(p), p.name == "__init__.py") for p in SOURCES}
 
@@ -130,10 +130,12 @@ RESERVED = [
 
 
 @pytest.mark.parametrize(("who", "forbidden", "allowed"), FORBIDDEN)
-def test_layer_does_not_import(found: dict[str, set[str]], who: str, forbidden: str, allowed: tuple[str, ...]) -> None:
+def test_layer_does_not_import(
+    imported: dict[str, set[str]], who: str, forbidden: str, allowed: tuple[str, ...]
+) -> None:
     against_the_rule = {
         f"{module} imports {name}"
-        for module, names in found.items()
+        for module, names in imported.items()
         if inside(module, who)
         for name in names
         # `from miles import x` also names miles itself; the rule is about its contents
@@ -183,19 +185,19 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
     return sorted(group for group in groups if len(group) > 1)
 
 
-def test_no_files_import_each_other_in_a_circle(found: dict[str, set[str]]) -> None:
+def test_no_files_import_each_other_in_a_circle(imported: dict[str, set[str]]) -> None:
     """Also not inside functions: what two files share belongs in a file below both."""
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
-    files = {module: (names & found.keys()) - {module} for module, names in found.items()}
+    files = {module: (names & imported.keys()) - {module} for module, names in imported.items()}
     assert "miles.objective.kl" in files["miles.objective.chosen"]
     assert not circles(files)
 
 
 @pytest.mark.parametrize(("library", "owners"), RESERVED)
 def test_library_is_imported_only_by_its_owner(
-    found: dict[str, set[str]], library: str, owners: tuple[str, ...]
+    imported: dict[str, set[str]], library: str, owners: tuple[str, ...]
 ) -> None:
-    importers = {m for m, names in found.items() if any(inside(n, library) for n in names)}
+    importers = {m for m, names in imported.items() if any(inside(n, library) for n in names)}
     assert not {m for m in importers if not any(inside(m, owner) for owner in owners)}
 
 

@@ -21,11 +21,11 @@ from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
 from slime.utils.types import RolloutBatch
 
 def read(args, batch, logits, **more):
-    _, found = get_log_probs_and_entropy(
+    _, scores = get_log_probs_and_entropy(
         logits, args=args, unconcat_tokens=batch["unconcat_tokens"], total_lengths=batch["total_lengths"],
         response_lengths=batch["response_lengths"], with_entropy=True, **more,
     )
-    return torch.cat(found["log_probs"]), torch.cat(found["entropy"])
+    return torch.cat(scores["log_probs"]), torch.cat(scores["entropy"])
 
 def ppo(args, batch: RolloutBatch, logits, sum_of_sample_mean):
     from miles.utils.ppo_utils import compute_approx_kl, compute_policy_loss

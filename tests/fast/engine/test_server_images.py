@@ -184,7 +184,7 @@ def test_what_is_sampled_around_images_of_later_turns_is_what_is_trained(running
     groups = [PromptGroup(sample.group_index, sample.prompt, [sample]) for sample in samples]
     (batch,) = convert(groups, loss=LossArguments(), global_batch_size=len(groups))
     score = load_policy(model, 1.0, 64, torch.float32).scorer(collate(batch, range(len(groups)), torch.device("cpu")))
-    found = score(with_entropy=False).log_probs.split(batch.response_lengths)
-    for sample, log_probs in zip(samples, found, strict=True):
+    scored = score(with_entropy=False).log_probs.split(batch.response_lengths)
+    for sample, log_probs in zip(samples, scored, strict=True):
         error = (torch.tensor(sample.rollout_log_probs) - log_probs.detach()).abs()
         assert (error * torch.tensor(sample.loss_mask)).max() <= SERVER_LOG_PROB_ERROR

@@ -123,7 +123,7 @@ def test_a_report_has_the_stack_and_state_of_a_stopped_process_and_the_ends_of_l
 
 
 def test_a_run_that_went_on_after_a_hang_reports_the_next_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(failure_files, "hang_report", lambda why, *given: why)
+    monkeypatch.setattr(failure_files, "hang_report", lambda why, *arguments: why)
     files = FailureFiles(tmp_path / "out", [])
     files.report_hang("the first")
     files.next_attempt()  # the worker was replaced

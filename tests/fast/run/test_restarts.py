@@ -179,14 +179,14 @@ import json, os, sys
 
 def report(state):
     command = open("/proc/self/cmdline").read()
-    found = {"same": state["pid"] == os.getpid(), "shown": "sesame" in command, "state": state["secret"]}
-    found["environment"] = "ADDED_BY_RAY" in os.environ
+    state_of_child = {"same": state["pid"] == os.getpid(), "shown": "sesame" in command, "state": state["secret"]}
+    state_of_child["environment"] = "ADDED_BY_RAY" in os.environ
     try:
         os.fstat(state["held"])
-        found["inherited"] = os.readlink(f"/proc/self/fd/{state['held']}") == "/dev/null"
+        state_of_child["inherited"] = os.readlink(f"/proc/self/fd/{state['held']}") == "/dev/null"
     except OSError:
-        found["inherited"] = False
-    print(json.dumps(found))
+        state_of_child["inherited"] = False
+    print(json.dumps(state_of_child))
     sys.exit(7)
 """
 

@@ -201,7 +201,7 @@ class FakeMlflow:
 def test_a_service_that_fails_is_one_note_and_knows_that_the_run_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    entities = SimpleNamespace(Metric=lambda *given: given, Param=lambda *given: given)
+    entities = SimpleNamespace(Metric=lambda *arguments: arguments, Param=lambda *arguments: arguments)
     monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=FakeMlflow, entities=entities))
     closed: list[str] = []
 
@@ -386,8 +386,8 @@ def test_wandb_gets_the_settings_and_the_steps_but_no_key(
     )
     fake = SimpleNamespace(
         Table=lambda columns, data: (columns, data),
-        login=lambda **given: calls.append(("login", given)),
-        init=lambda **given: calls.append(("init", given)) or wandb_run,
+        login=lambda **arguments: calls.append(("login", arguments)),
+        init=lambda **arguments: calls.append(("init", arguments)) or wandb_run,
         run=None,
         teardown=lambda: None,
     )

@@ -9,12 +9,12 @@ import torch
 from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
 
 def loss(args, batch, logits, sum_of_sample_mean):
-    _, found = get_log_probs_and_entropy(
+    _, scores = get_log_probs_and_entropy(
         logits, args=args, unconcat_tokens=batch["unconcat_tokens"], total_lengths=batch["total_lengths"],
         response_lengths=batch["response_lengths"],
     )
     advantages = torch.cat(batch["advantages"])
-    pg_loss = sum_of_sample_mean(-torch.cat(found["log_probs"]) * advantages) * args.lr
+    pg_loss = sum_of_sample_mean(-torch.cat(scores["log_probs"]) * advantages) * args.lr
     return pg_loss, {"advantage": sum_of_sample_mean(advantages)}
 
 def by_iteration(args, rollout_id, rollout_data):

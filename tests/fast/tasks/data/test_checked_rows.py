@@ -202,7 +202,7 @@ checked_rows._MANY = int(changes[0])
 data = DataArguments(label_key="label", rollout_max_prompt_len=int(changes[1]))
 verdicts = []
 check = prompts.check_rows
-prompts.check_rows = lambda *given: verdicts.append(check(*given)) or verdicts[-1]
+prompts.check_rows = lambda *arguments: verdicts.append(check(*arguments)) or verdicts[-1]
 try:
     prompts.load_prompts(source, data, tokenizer)
     notes = dict(verdicts[0].notes.counts)
