@@ -28,7 +28,6 @@ class TrainBackendSpec:
         reads_megatron_flags: Whether it reads the section ``megatron``, and accepts megatron-core's own fields.
         trains_recurrent_models: Whether it trains models with recurrent layers.
         trains_images: Whether it trains models with their vision towers.
-        trains_adapters: Whether it trains low-rank adapters (``--lora-rank``).
         long_samples_change_others: Whether one long sample changes the rotary frequencies of its whole micro-batch, as
             transformers' layers do with the kinds longrope and dynamic.
         trains_without_ray: Whether it trains in a run that is one process (``miles sweep --one-process``).
@@ -43,7 +42,6 @@ class TrainBackendSpec:
     reads_megatron_flags: bool = False
     trains_recurrent_models: bool = False
     trains_images: bool = False
-    trains_adapters: bool = False
     long_samples_change_others: bool = False
     trains_without_ray: bool = False
     checkpoint_json: tuple[str, ...] = ()
@@ -84,7 +82,6 @@ class EngineSpec:
         has_servers: Whether it generates in servers, by the flags of the section ``sglang`` and those passed on to it.
             Otherwise it is embedded in the rollout process, and runs on one device.
         reports_experts: Whether it can return the experts that it chose (``--use-rollout-routing-replay``).
-        shares_servers: Whether several processes can send it requests (``--num-rollout-workers``).
         stop_text_limits: Its limits to the texts that end a response; None if it has none.
         prefixes: How the flags begin that its servers take. They choose it if no engine is named.
         rules: With servers, the function ``check(settings, errors)`` that checks a run of them, as ``module:function``.
@@ -96,7 +93,6 @@ class EngineSpec:
     title: str = "PyTorch"
     has_servers: bool = False
     reports_experts: bool = False
-    shares_servers: bool = False
     stop_text_limits: StopTextLimits | None = None
     prefixes: tuple[str, ...] = ()
     rules: str = ""
@@ -111,7 +107,6 @@ TRAIN_BACKENDS: Mapping[str, TrainBackendSpec] = {
         "miles.training.fsdp.rehearsed:build",
         trains_recurrent_models=True,
         trains_images=True,
-        trains_adapters=True,
         long_samples_change_others=True,
         trains_without_ray=True,
     ),
@@ -121,7 +116,6 @@ TRAIN_BACKENDS: Mapping[str, TrainBackendSpec] = {
         "miles.training.megatron:build_rehearsed",
         importer="miles.training.megatron:import_backend",
         reads_megatron_flags=True,
-        trains_adapters=True,
         checkpoint_json=("metadata.json",),
     ),
 }
@@ -136,7 +130,6 @@ ENGINES: Mapping[str, EngineSpec] = {
         title="SGLang",
         has_servers=True,
         reports_experts=True,
-        shares_servers=True,
         stop_text_limits=StopTextLimits(32, 256),  # MAX_STOP_REGEX_COUNT and _LEN of SGLang's sampling_params.py
         prefixes=(SERVER, ROUTER),
         rules="miles.config.sglang.rules:check_servers",
@@ -145,7 +138,6 @@ ENGINES: Mapping[str, EngineSpec] = {
         "miles.engine.vllm.engine:start",
         title="vLLM",
         has_servers=True,
-        shares_servers=True,
         prefixes=(VLLM,),
         applies_temperature=False,
         rules="miles.config.vllm.rules:check_servers",

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Optional
 
 from miles.base.flags import Errors, flag
-from miles.config.components import TRAIN_BACKENDS, names_with
+from miles.config.components import TRAIN_BACKENDS
 from miles.config.megatron.settings import MegatronArguments
 from miles.config.model import ModelArguments, local_config
 from miles.models.reading import linear_layers
@@ -101,10 +101,6 @@ def check_lora(lora: LoraArguments, backend: str, model: ModelArguments, errors:
         return
     _check_names("target_modules", lora.target_modules, errors)
     _check_names("exclude_modules", lora.exclude_modules, errors)
-    if not TRAIN_BACKENDS[backend].trains_adapters:
-        rule = f"--train-backend {backend} trains all weights, not adapters"
-        what_to_do = f"use --train-backend {names_with(TRAIN_BACKENDS, 'trains_adapters')}, or drop it"
-        errors.refuse("lora_rank", lora.lora_rank, rule, what_to_do)
     if errors.none_about("hf_checkpoint", "target_modules") and has_experts(model):
         refuse_projections_of_experts(lora, errors)  # an adapter is for layers outside of experts
     if errors.none_about("lora_rank", "hf_checkpoint") and not TRAIN_BACKENDS[backend].reads_megatron_flags:

@@ -85,9 +85,9 @@ def check_rollout_workers(settings: Settings, errors: Errors) -> None:
     workers = rollout.num_rollout_workers
     if workers <= 1:
         return
-    if not settings.engine.shares_servers:
+    if not settings.engine.has_servers:
         rule = f"the {rollout.rollout_engine} engine runs inside the rollout process, so no other process can reach it"
-        errors.refuse(name, workers, rule, f"use --rollout-engine {names_with(ENGINES, 'shares_servers')}, or give 1")
+        errors.refuse(name, workers, rule, f"use --rollout-engine {names_with(ENGINES, 'has_servers')}, or give 1")
         return
     if rollout.agent_command is not None and 1 <= rollout.agent_concurrency < workers:
         rule = f"leaves some of them without a program: --agent-concurrency {rollout.agent_concurrency} is for all"

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, assert_never
 
 from miles.base.flags import LONGEST_VALUE, Errors, changed, count, fault_of_text, flag_name
 from miles.base.text import one_line
-from miles.config.cluster import ClusterArguments
 from miles.config.model import readable_config
 from miles.config.notes import NO_EFFECT, OTHER_PART, READ_AS, SAME, SPEED, Note, written
 from miles.config.servers.flags import SglangArguments
@@ -247,7 +246,7 @@ def check_servers(settings: Settings, errors: Errors) -> None:
     """Check a run that generates with SGLang's servers."""
     sglang, passed_on = settings.sglang, settings.server_flags
     _check_flags(passed_on, sglang.rollout_num_gpus_per_engine, errors)
-    _check_external(settings.cluster, sglang, passed_on, errors)
+    _check_external(sglang, passed_on, errors)
     check_server_values(passed_on, errors)
     if not sglang.rollout_external and errors.none_about("rollout_num_gpus_per_engine"):
         check_server_sizes(passed_on, sglang.rollout_num_gpus_per_engine, errors)
@@ -340,7 +339,7 @@ def _check_stop_texts(settings: Settings, errors: Errors) -> None:
             errors.refuse("rollout_stop", text, f"SGLang {why}", "give a part of the text that occurs nowhere else")
 
 
-def _check_external(cluster: ClusterArguments, sglang: SglangArguments, passed_on: ServerFlags, errors: Errors) -> None:
+def _check_external(sglang: SglangArguments, passed_on: ServerFlags, errors: Errors) -> None:
     if not sglang.rollout_external:
         return
     if not sglang.external_addresses:
