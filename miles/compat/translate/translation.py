@@ -448,9 +448,7 @@ class Translation:
     def __init__(self, document: Document, table: Table) -> None:
         self.document = document
         self.table = table
-        self.carried: list[Entry] = []
-        self.differing: list[Entry] = []
-        self.missing: list[Entry] = []
+        self.entries: list[Entry] = []
         self._read: set[str] = set()  # a part of what was written
         self._taken: set[str] = set()  # written, or without effect
 
@@ -531,26 +529,21 @@ class Translation:
 
     def attempt(self, part: Callable[[Translation], T]) -> T | None:
         """Translate a part. Nothing of it is written if it reads an unknown value: that setting is listed instead."""
-        before = [*self.carried], [*self.differing], [*self.missing], {*self._taken}, {*self._read}
+        before = [*self.entries], {*self._taken}, {*self._read}
         try:
             return part(self)
         except Unknown:
-            self.carried, self.differing, self.missing, self._taken, self._read = before
+            self.entries, self._taken, self._read = before
             return None
 
-    def carry(self, key: str, *words: object) -> None:
-        """Record that ``key`` means what ``words`` mean. A key with an expression becomes no words."""
+    def carry(self, key: str, *words: object, why: str = "", worst: int = 2) -> None:
+        """Record that ``key`` became ``words``, or none, and in ``why`` what differs; not with an expression."""
         if not self._is_computed(key):
-            self.carried.append(self._entry(key, words, ""))
-
-    def differ(self, key: str, why: str, *words: object, worst: int = 2) -> None:
-        """Record that ``key`` became ``words``, or none, and what differs; not with an expression."""
-        if not self._is_computed(key):
-            self.differing.append(self._entry(key, words, why, worst))
+            self.entries.append(self._entry(key, words, why, worst))
 
     def miss(self, key: str, why: str, learning: bool = True) -> None:
         """Record that ``key`` is left out."""
-        self.missing.append(self._entry(key, (), why, 1, learning))
+        self.entries.append(self._entry(key, (), why, 1, learning))
 
     def idle(self, keys: Iterable[str], why: str) -> None:
         """Record that the keys among ``keys`` that the file sets have no effect there."""
@@ -605,28 +598,22 @@ class Translation:
         return settings
 
     @property
-    def left_out(self) -> list[Entry]:
-        """The settings that change learning and that became no flags."""
-        return [entry for entry in self.missing if entry.learning]
-
-    @property
     def differences(self) -> list[Entry]:
         """What differs from the original, the worst first."""
-        differing = [entry for entry in self.differing if entry.learning]
-        return sorted([*differing, *self.left_out], key=lambda entry: entry.worst)
+        return sorted((entry for entry in self.entries if entry.why and entry.learning), key=lambda entry: entry.worst)
 
     @property
     def quiet(self) -> int:
         """The number of settings of the file that are in no part of the report."""
-        listed = {entry.label for entry in (*self.carried, *self.differences) if entry.words or entry.why}
+        listed = {entry.label for entry in self.entries if (entry.learning if entry.why else entry.words)}
         listed |= {setting.label for setting in self.unread}
         return sum(setting.label not in listed for setting in self.document.settings.values())
 
     @property
     def groups(self) -> list[tuple[str, ...]]:
-        """Our flags in the order of the report, each with its values. A flag that is given again has the last value."""
+        """Our flags, first those that mean the same, each with its values; of a flag that is given again, the last."""
         groups = dict[str, tuple[str, ...]]()
-        for entry in (*self.carried, *self.differing):
+        for entry in sorted(self.entries, key=lambda entry: bool(entry.why)):
             for group in _flag_groups(entry.words):
                 groups[group[0]] = group
         return list(groups.values())
@@ -639,7 +626,7 @@ class Translation:
     @property
     def is_proven(self) -> bool:
         """Whether ``miles conformance`` has found the gradient of this loss equal, and nothing else may change it."""
-        others = [entry for entry in self.differing if entry.worst == 0 or {*entry.words} & {*LOSS_FLAGS}]
+        others = [entry for entry in self.entries if entry.why and (entry.worst == 0 or {*entry.words} & {*LOSS_FLAGS})]
         return not (others or self.unread) and self.loss in self.table.proven
 
     @property
@@ -749,22 +736,14 @@ def write_images(translation: Translation, key: str, column: str, model: str, wh
     """Record the column of images, if ``key`` is stated or the name of the model tells that it reads them."""
     named = translation.document.settings.get(model)
     if translation.has(key) or (named is not None and _SEES.search(str(named.value))):
-        words = "--multimodal-keys", json.dumps({"image": column})
-        if why:
-            translation.differ(key, why, *words)
-        else:
-            translation.carry(key, *words)
+        translation.carry(key, "--multimodal-keys", json.dumps({"image": column}), why=why)
 
 
 def _write(translation: Translation, key: str, row: KnownSetting, value: Any) -> None:
     if not row.flag:
         translation.miss(key, row.why)
         return
-    words = [row.flag, *(value if isinstance(value, list) else [value])]
-    if row.why:
-        translation.differ(key, row.why, *words)
-    else:
-        translation.carry(key, *words)
+    translation.carry(key, row.flag, *(value if isinstance(value, list) else [value]), why=row.why)
 
 
 def write_template(translation: Translation, key: str) -> None:
@@ -782,31 +761,27 @@ def write_critic(translation: Translation, policy: str, critic: str, names: Iter
         if critic + name in translation.table.rows:
             value = translation.raw(critic + name)
             if not same(value, translation.raw(policy + name)):
-                translation.differ(critic + name, "the critic has the policy's value here")
+                translation.carry(critic + name, why="the critic has the policy's value here")
 
 
 def write_no_warmup(translation: Translation, keys: Sequence[str]) -> None:
     """Record that Hugging Face's schedule ``constant`` ignores its warm-up, which ``keys`` state."""
     for key in keys:
         if translation.has(key) and translation.number(key):
-            translation.differ(key, "has no effect there: constant_with_warmup is the schedule with a warm-up")
+            translation.carry(key, why="has no effect there: constant_with_warmup is the schedule with a warm-up")
     translation.take(keys)
 
 
 def write_warmup(translation: Translation, key: str, steps: float, each: int) -> None:
     """Record a warm-up that counts iterations of ``each`` optimizer steps there, as verl's and NeMo-RL's do."""
-    words = "--lr-warmup-iters", int(steps) * each
-    if each > 1:
-        why = f"counts iterations of {each} optimizer steps there; the learning rate rises at each step here"
-        translation.differ(key, why, *words)
-    else:
-        translation.carry(key, *words)
+    why = f"counts iterations of {each} optimizer steps there; the learning rate rises at each step here"
+    translation.carry(key, "--lr-warmup-iters", int(steps) * each, why=why if each > 1 else "")
 
 
 def write_steps(translation: Translation, steps: str, epochs: str) -> None:
     """Record a number of iterations: a run ends there after a number of passes over the prompts too."""
     why = f"ends after this number of passes over the prompts there, if that comes first: {translation.count(epochs)}"
-    translation.differ(steps, why, "--num-rollout", translation.count(steps))
+    translation.carry(steps, "--num-rollout", translation.count(steps), why=why)
     translation.take([epochs])
 
 
@@ -824,7 +799,7 @@ def write_support(translation: Translation) -> None:
     at_temperature = engine is None or engine.applies_temperature or temperature == 1
     if "--use-rollout-logprobs" in translation.words or not at_temperature:
         why = "over the whole vocabulary there; over the tokens that sampling keeps here, as these flags need"
-        translation.differ(key, why, worst=0)
+        translation.carry(key, why=why, worst=0)
     else:
         translation.carry(key, "--no-support-replay")
 
@@ -837,10 +812,7 @@ WHITENED = "advantages are whitened over the whole rollout there, over the token
 
 def write_estimator(translation: Translation, key: str, *words: object) -> None:
     """Record the estimator of ``key``, and that whitened advantages are whitened over other tokens."""
-    if "--normalize-advantages" in words:
-        translation.differ(key, WHITENED, *words)
-    else:
-        translation.carry(key, *words)
+    translation.carry(key, *words, why=WHITENED if "--normalize-advantages" in words else "")
 
 
 REST = "its own and of those after it"  # the tokens whose KL is subtracted from the advantage of a token
@@ -870,15 +842,12 @@ def write_kl_in_rewards(translation: Translation, key: str, coefficient: float, 
         return False
     elif "kl_coef" in ESTIMATORS[name].reads:
         here = REST if ESTIMATORS[name].reward_at_last_token else OWN
-        flags = ("--kl-coef", coefficient, "--kl-loss-type", kind)
-        if there == here:
-            translation.carry(key, *flags)
-        else:
-            why = f"a token's advantage has the KL of these tokens there: {there}; and here: {here}"
-            translation.differ(key, why, *flags, worst=1)
+        differs = f"a token's advantage has the KL of these tokens there: {there}; and here: {here}"
+        why = "" if there == here else differs
+        translation.carry(key, "--kl-coef", coefficient, "--kl-loss-type", kind, why=why, worst=1)
     else:
         why = f"subtracted from rewards there, which {name} does not do here: a term of the loss with a KL's gradient"
         if "--disable-grpo-std-normalization" not in words and name.startswith("grpo"):
             why += "; it is divided by the std of the group with the rewards there"
-        translation.differ(key, why, "--use-kl-loss", "--kl-loss-coef", coefficient, "--kl-loss-type", "k2", worst=1)
+        translation.carry(key, "--use-kl-loss", "--kl-loss-coef", coefficient, "--kl-loss-type", "k2", why=why, worst=1)
     return True

@@ -154,7 +154,7 @@ class CommandLine(Launcher):
 
     def _objective(self, translation: Translation) -> ForeignObjective:
         if translation.has(REDUCER):
-            translation.differ(REDUCER, "it replaces the aggregation of pg_loss, and is not evaluated here", worst=0)
+            translation.carry(REDUCER, why="it replaces the aggregation of pg_loss, and is not evaluated here", worst=0)
         if translation.has("--calculate-per-token-loss"):
             return ForeignObjective(
                 "--calculate-per-token-loss",

@@ -77,11 +77,10 @@ def _estimator(translation: Translation) -> None:
             why = (
                 "mean and std of the group leave out the sample's own reward there, so the only right answer has no std"
             )
-            translation.differ(keys[1], why, *words, worst=1)
+            translation.carry(keys[1], *words, why=why, worst=1)
         elif name == "gdpo" and not by_std:
-            translation.differ(
-                keys[0], "only the mean is subtracted there, and each reward is also divided by its std here", *words
-            )
+            why = "only the mean is subtracted there, and each reward is also divided by its std here"
+            translation.carry(keys[0], *words, why=why)
         else:
             words += [] if by_std or leaves_one_out else ["--disable-grpo-std-normalization"]
             translation.carry(key, *words)
@@ -162,10 +161,8 @@ def _lengths(translation: Translation) -> None:
     for key, flag in bounds.items():
         if translation.has(key):  # a sequence has a token of the prompt and one of the response at least
             words = flag, min(translation.count(key), most - 1)
-            if key.startswith("data."):
-                translation.differ(key, "longer prompts stay in the batch without a loss there, dropped here", *words)
-            else:
-                translation.carry(key, *words)
+            why = "longer prompts stay in the batch without a loss there, dropped here"
+            translation.carry(key, *words, why=why if key.startswith("data.") else "")
 
 
 def _tokens(translation: Translation) -> None:
@@ -238,7 +235,7 @@ def _schedule(translation: Translation) -> None:
         if warm:
             write_warmup(translation, warmup, warm, steps)
         if warm and (first := translation.number(warmup_start)):
-            translation.differ(warmup_start, f"the warm-up begins at {first:g} there, at 0 here")
+            translation.carry(warmup_start, why=f"the warm-up begins at {first:g} there, at 0 here")
     elif not translation.has(key) and not translation.has(key + ".name"):
         translation.carry(key, "--lr-decay-style", "constant")
     else:
@@ -292,10 +289,7 @@ def _torch_schedule(translation: Translation, key: str) -> None:
             translation.miss(key, f"{name}: the shapes here are constant, linear, cosine, after a linear warm-up")
             return
     written = key if translation.has(key) else key + ".name"
-    if why:
-        translation.differ(written, why, "--lr-decay-style", shape, *words)
-    else:
-        translation.carry(written, "--lr-decay-style", shape, *words)
+    translation.carry(written, "--lr-decay-style", shape, *words, why=why)
 
 
 def _adapter(translation: Translation) -> None:
@@ -354,7 +348,7 @@ def _kl(translation: Translation) -> None:
         for part, key in clamps.items():
             why += "" if translation.is_null(key) else f"; its {part} are clamped to {translation.number(key):g} there"
         words = ("--use-kl-loss", "--kl-loss-coef", coefficient, "--kl-loss-type", name, "--use-unbiased-kl")
-        translation.differ(weight, why, *words)
+        translation.carry(weight, *words, why=why)
     translation.take([kind, "loss_fn.use_kl_in_reward", by_engine, *clamps.values()])
 
 

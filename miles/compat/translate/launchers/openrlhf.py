@@ -100,7 +100,7 @@ def _lengths(translation: Translation) -> None:
         translation.carry(longest, "--rollout-max-response-len", translation.count(longest))
     elif not translation.has(answer):
         why = "whatever the prompt leaves of --data.max_len there, up to one token less here"
-        translation.differ(longest, why, "--rollout-max-response-len", translation.count("--data.max_len") - 1)
+        translation.carry(longest, "--rollout-max-response-len", translation.count("--data.max_len") - 1, why=why)
 
 
 def _step(translation: Translation) -> None:
@@ -132,7 +132,7 @@ def _async(translation: Translation) -> None:
     together, trained = "--rollout.vllm_generate_batch_size", translation.count("--rollout.batch_size")
     if translation.has(together) and translation.count(together) > trained:
         why = f"answers are generated for {translation.count(together)} prompts at once there, for {trained} here"
-        translation.differ(together, f"{why}: the later ones are of weights some iterations old")
+        translation.carry(together, why=f"{why}: the later ones are of weights some iterations old")
     translation.take([queue, together])
 
 
@@ -172,7 +172,7 @@ def _critic(translation: Translation) -> None:
         translation.carry(alone, "--num-critic-only-steps", translation.number(alone) + 1)
     model, scorer = "--critic.model_name_or_path", "--reward.model_name_or_path"
     if translation.has(scorer) and not (translation.has(model) or translation.has("--reward.remote_url")):
-        translation.differ(model, "the critic starts from the reward model there, from the policy's model here")
+        translation.carry(model, why="the critic starts from the reward model there, from the policy's model here")
     start = "--critic." if _has_dots(translation) else "--actor."  # which earlier releases have for both
     style = translation.text(start + "lr_scheduler", "cosine_with_min_lr")
     warm, least = translation.number(start + "lr_warmup_ratio"), translation.number(start + "min_lr_ratio", 0.1)
@@ -182,7 +182,7 @@ def _critic(translation: Translation) -> None:
     if style == "cosine_with_min_lr":
         why.append(f"ends at {least:g} times this there, at --min-lr here")
     if why:
-        translation.differ("--critic.adam.lr", "; ".join(why))
+        translation.carry("--critic.adam.lr", why="; ".join(why))
     names = ("lr_scheduler", "max_norm", "adam.betas", "adam.eps", "adam.weight_decay")
     write_critic(translation, "--actor.", "--critic.", names)
     translation.take([start + "lr_warmup_ratio", start + "min_lr_ratio"] if _has_dots(translation) else [])
@@ -251,11 +251,8 @@ def _kl(translation: Translation) -> None:
     if coefficient and translation.switch(in_loss):
         words: list[object] = ["--use-kl-loss", "--kl-loss-coef", coefficient, "--kl-loss-type", name]
         words += ["--use-unbiased-kl"] if translation.switch(unbiased) else []
-        if _takes_sequence_mean(translation):
-            why = "the mean of the KL is over the tokens there, over the samples here"
-            translation.differ(weight, why, *words, worst=1)
-        else:
-            translation.carry(weight, *words)
+        why = "the mean of the KL is over the tokens there, over the samples here"
+        translation.carry(weight, *words, why=why if _takes_sequence_mean(translation) else "", worst=1)
     elif coefficient:
         is_written = write_kl_in_rewards(translation, weight, coefficient, name)
     if is_written and translation.has("--algo.kl.target"):
@@ -270,7 +267,7 @@ def _filter(translation: Translation) -> None:
         ends = translation.pair(bounds)
         why = f"groups whose mean score is outside {ends} are dropped there, groups of equal rewards here"
         path = "miles.rollout.filters:check_reward_nonzero_std"
-        translation.differ(key, why, "--dynamic-sampling-filter-path", path)
+        translation.carry(key, "--dynamic-sampling-filter-path", path, why=why)
     translation.take([bounds])
 
 

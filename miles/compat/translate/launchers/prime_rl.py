@@ -121,7 +121,7 @@ def _lengths(translation: Translation) -> None:
         translation.carry(longest, "--rollout-max-response-len", min(translation.count(longest), context - 1))
     else:
         why = "whatever the prompt leaves of seq_len there, up to one token less here"
-        translation.differ(key, why, "--rollout-max-response-len", context - 1)
+        translation.carry(key, "--rollout-max-response-len", context - 1, why=why)
     packed = "trainer.model.seq_len"
     tokens = translation.count(packed if translation.has(packed) else key, context)
     translation.carry(packed, "--use-dynamic-batch-size", "--max-tokens-per-gpu", tokens)
@@ -143,7 +143,7 @@ def _async(translation: Translation) -> None:
     elif not translation.has(key):
         age = int(translation.number(most))
         why = f"answers of weights up to {age} steps old are trained on there; with --async-steps N up to N here"
-        translation.differ(most, why, worst=1)
+        translation.carry(most, why=why, worst=1)
     translation.take([*levels, most])
 
 
@@ -168,7 +168,7 @@ def _order(translation: Translation) -> None:
     elif not translation.has(filters):
         why = "rollouts of advantage 0 are not trained on and not counted there (post_batch_filters); "
         why += f"since September 2026 others are generated in their place: {others[0]}"
-        translation.differ(filters, why, "--drop-zero-std-groups")
+        translation.carry(filters, "--drop-zero-std-groups", why=why)
     translation.carry("the order and the template of the prompts", "--rollout-shuffle", "--apply-chat-template")
 
 
@@ -190,23 +190,23 @@ def _loss(translation: Translation) -> None:
     words = ("--policy-loss", "dppo_tv", "--dppo-tv-delta", high, "--use-rollout-logprobs")
     if kind == "ipo":
         why = "drops a token beyond the threshold in both directions there, in that of its advantage here"
-        translation.differ(LOSS + ends[0], why, *words, worst=0)
+        translation.carry(LOSS + ends[0], *words, why=why, worst=0)
     elif low != high:
         why = (
             f"the threshold is {low:g} for falling and {high:g} for rising probabilities there, {high:g} for both here"
         )
-        translation.differ(LOSS + ends[0], why, *words, worst=0)
+        translation.carry(LOSS + ends[0], *words, why=why, worst=0)
     elif is_stated or any(translation.has(LOSS + end) for end in ends):
         translation.carry(LOSS + ends[1], *words)
     else:
-        translation.differ(LOSS + "type", SINCE, *words, worst=0)
+        translation.carry(LOSS + "type", *words, why=SINCE, worst=0)
     tau = LOSS + "kl_tau"
     weight = 0.0 if is_later and not translation.has(tau) else translation.number(tau)
     if weight:
         why = f"{weight:g} times the squared log-ratio of trainer and engine is a term of the loss there, and not here"
-        translation.differ(tau, why, worst=0)
+        translation.carry(tau, why=why, worst=0)
     if (scale := translation.number(LOSS + "adv_tau")) != 1:
-        translation.differ(LOSS + "adv_tau", f"advantages are multiplied by {scale:g} there", worst=0)
+        translation.carry(LOSS + "adv_tau", why=f"advantages are multiplied by {scale:g} there", worst=0)
     names = ("type", "dppo_mask_low", "dppo_mask_high", "ipo_threshold", "kl_tau", "adv_tau")
     translation.take(LOSS + name for name in names)
 
@@ -226,7 +226,7 @@ def _schedule(translation: Translation) -> None:
     words: list[object] = [] if style == "constant" else ["--lr-warmup-iters", rise]
     if style == "linear" and rise + fall != translation.number(translation.first(*STEPS)):
         why = f"constant after the warm-up, and falls to {least:g} over the last {fall:g} steps there"
-        translation.differ(start + "type", why, "--lr-decay-style", "constant", *words, worst=1)
+        translation.carry(start + "type", "--lr-decay-style", "constant", *words, why=why, worst=1)
     else:
         words += [] if style == "constant" else ["--min-lr", least]
         translation.carry(start + "type", "--lr-decay-style", style, *words)

@@ -76,7 +76,7 @@ def _prompts(translation: Translation) -> None:
     if "--multimodal-keys" in translation.words or translation.has("system_prompt") or translation.has("chat_template"):
         translation.carry("the rows", "--apply-chat-template")
     else:
-        translation.differ("the rows", "messages are rendered by the chat template there: add --apply-chat-template")
+        translation.carry("the rows", why="messages are rendered by the chat template there: add --apply-chat-template")
 
 
 def _reports(translation: Translation) -> None:
@@ -135,7 +135,7 @@ def _step(translation: Translation) -> None:
         f"are for {number}. With P of them, multiply --global-batch-size by P / {number}, and --rollout-batch-size as "
         "well unless generation_batch_size is set"
     )
-    translation.differ(key, note, *words, worst=1)
+    translation.carry(key, *words, why=note, worst=1)
 
 
 def _generation(translation: Translation) -> None:
@@ -145,11 +145,11 @@ def _generation(translation: Translation) -> None:
     key = next(filter(translation.has, sizes), "gradient_accumulation_steps")
     if samples % group:
         why = f"{samples} samples of a generation are no whole number of groups of {group}"
-        translation.differ(key, why + "; give --rollout-batch-size, the prompts of an iteration", worst=1)
+        translation.carry(key, why=why + "; give --rollout-batch-size, the prompts of an iteration", worst=1)
     elif samples % _per_step(translation):
         step = _per_step(translation)
         why = f"{samples} samples of a generation are no whole number of steps of {step} there, which they must be here"
-        translation.differ(key, why, "--rollout-batch-size", samples // group, worst=1)
+        translation.carry(key, "--rollout-batch-size", samples // group, why=why, worst=1)
     else:
         translation.carry(key, "--rollout-batch-size", samples // group)
 
@@ -168,7 +168,7 @@ def _end(translation: Translation) -> None:
         translation.carry("num_train_epochs", "--num-epoch", epochs)
     else:
         why = f"{epochs:g} passes over the prompts there, whole ones here; --num-rollout gives the number of iterations"
-        translation.differ("num_train_epochs", why, "--num-epoch", math.ceil(epochs))
+        translation.carry("num_train_epochs", "--num-epoch", math.ceil(epochs), why=why)
 
 
 def _sampling(translation: Translation) -> None:
@@ -198,7 +198,7 @@ def _adapter(translation: Translation) -> None:
         translation.carry("use_peft", *words)
         if not modules:
             why = "peft adapts the layers that it lists for the type of the model: these two for Llama, Qwen and Gemma"
-            translation.differ("use_peft", why, "--target-modules", "q_proj", "v_proj")
+            translation.carry("use_peft", "--target-modules", "q_proj", "v_proj", why=why)
         translation.take(["dtype", "torch_dtype"])  # adapters are in fp32 there too
     translation.take(keys)
 
@@ -234,10 +234,10 @@ def _advantages(translation: Translation) -> None:
         translation.carry(key, "--advantage-estimator", "grpo", "--disable-grpo-std-normalization")
     elif scale in ("group", "true"):
         why = "divided by std + 1e-4 there and by std + 1e-6 here: 0.02 % less at a std of 0.5"
-        translation.differ(key, why, "--advantage-estimator", "grpo")
+        translation.carry(key, "--advantage-estimator", "grpo", why=why)
     elif scale == "batch":
         why = "the std of one generation over all processes there, of the rewards of an iteration here"
-        translation.differ(key, why, "--advantage-estimator", "grpo_batch_std")
+        translation.carry(key, "--advantage-estimator", "grpo_batch_std", why=why)
     else:
         translation.fail(key, "must be group, batch or none")
 
@@ -257,7 +257,7 @@ def _policy(translation: Translation) -> None:
             translation.carry("importance_sampling_level", "--policy-loss", "gspo")
     if level == "sequence" and loss in ("cispo", "sapo"):
         why = f"{loss} takes the ratio of the sequence there, of each token here"
-        translation.differ("importance_sampling_level", why, worst=0)
+        translation.carry("importance_sampling_level", why=why, worst=0)
     translation.take(["epsilon", "epsilon_high", "importance_sampling_level"])
 
 
@@ -277,7 +277,7 @@ def _delta(translation: Translation) -> None:
         translation.carry("delta", "--eps-clip-c", delta)
     else:
         why = f"at or below 1 + epsilon_high = {bound:g} it also cuts the ratios of positive advantages"
-        translation.differ("delta", why, worst=0)
+        translation.carry("delta", why=why, worst=0)
 
 
 def _kl(translation: Translation) -> None:
@@ -285,14 +285,12 @@ def _kl(translation: Translation) -> None:
     if beta:
         words: list[object] = ["--use-kl-loss", "--kl-loss-coef", beta, "--kl-loss-type", "k3"]
         words += ["--use-unbiased-kl"] if translation.switch(switch) else []
+        why = ""
         if "--use-unbiased-kl" in words and translation.text("importance_sampling_level") == "sequence":
             why = "the KL is weighted by the ratio of the sequence there, of each token here"
-            translation.differ("beta", why, *words, worst=1)
         elif translation.text("loss_type") in ("dr_grpo", "luspo", "bnpo"):
             why = "the mean of the KL follows loss_type there; a sample mean, or a token mean with token_mean, here"
-            translation.differ("beta", why, *words, worst=1)
-        else:
-            translation.carry("beta", *words)
+        translation.carry("beta", *words, why=why, worst=1)
     translation.take([switch])
 
 
@@ -301,7 +299,7 @@ def _top_entropy(translation: Translation) -> None:
     share = translation.number(key)
     if 0 < share < 1:
         why = "chosen among the tokens of a micro-batch of all processes there, of the whole step here"
-        translation.differ(key, why, flag, share)
+        translation.carry(key, flag, share, why=why)
     elif not 0 <= share <= 1:
         translation.fail(key, "must be between 0 and 1")
     elif share == 0:
@@ -314,12 +312,8 @@ def _reference(translation: Translation) -> None:
     if translation.switch(switch) and translation.number("beta"):
         translation.carry(alpha, "--ref-mixup-alpha", translation.number(alpha))
         count, each = translation.count(steps), _steps_of_iteration(translation)
-        words = ("--ref-update-interval", max(count // each, 1))
-        if count % each:
-            why = f"counts optimizer steps there, iterations of {each} here"
-            translation.differ(steps, why, *words)
-        else:
-            translation.carry(steps, *words)
+        why = f"counts optimizer steps there, iterations of {each} here" if count % each else ""
+        translation.carry(steps, "--ref-update-interval", max(count // each, 1), why=why)
     translation.take([alpha, steps])
 
 
@@ -374,11 +368,8 @@ def _objective(translation: Translation) -> ForeignObjective:
         depends = "the other steps of the generation, if it has several: each divides by the average number of tokens"
     if loss in OWN:
         words = ["--policy-loss", loss, *words]
-    if loss == "vespo":
-        why = "its ratio is clamped to e^20 there, and with use_vllm the weight of the engine is a part of it"
-        translation.differ("loss_type", why, *words)
-    else:
-        translation.carry("loss_type", *words)
+    why = "its ratio is clamped to e^20 there, and with use_vllm the weight of the engine is a part of it"
+    translation.carry("loss_type", *words, why=why if loss == "vespo" else "")
     name, source = f"loss_type = {loss}", translation.table.source
     return ForeignObjective(name, formula, source, reduce, mode, tuple(words), divisor, depends, exact)
 

@@ -86,7 +86,7 @@ def _program(translation: Translation) -> None:
     scripts = [word for word in words if word.endswith(".py")]
     program = [*modules, *scripts, PROGRAMS[0]][0]
     if "one_step_off" in program:
-        translation.differ(program, "generates one step ahead of training there", "--async-steps", 1)
+        translation.carry(program, "--async-steps", 1, why="generates one step ahead of training there")
     elif program not in PROGRAMS and not f"/{program}".endswith(FILES):
         translation.miss(program, f"another program than {PROGRAMS[0]}: what it changes was not read")
 
@@ -138,11 +138,9 @@ def _evaluation(translation: Translation) -> None:
         translation.carry("trainer.val_before_train", "--skip-eval-before-train")
     key, sampled = ROLLOUT + "val_kwargs.temperature", ROLLOUT + "val_kwargs.do_sample"
     temperature = translation.number(key)
-    words = "--eval-temperature", temperature
-    if temperature and not translation.switch(sampled):
-        translation.differ(key, "applies without do_sample too, except in releases without agent loops", *words)
-    else:
-        translation.carry(key, *words)
+    why = "applies without do_sample too, except in releases without agent loops"
+    is_greedy = temperature and not translation.switch(sampled)
+    translation.carry(key, "--eval-temperature", temperature, why=why if is_greedy else "")
     translation.take([sampled])
 
 
@@ -276,7 +274,7 @@ def _critic(translation: Translation) -> None:
             for start in (ACTOR, "critic.")
         )
         if policy != critic:
-            translation.differ("critic.optim.min_lr_ratio", f"ends at {critic:g} there, at --min-lr here")
+            translation.carry("critic.optim.min_lr_ratio", why=f"ends at {critic:g} there, at --min-lr here")
     else:
         keys = [*translation.document.settings, *translation.table.rows]
         translation.take(key for key in keys if key.startswith(("critic.", "trainer.critic_warmup")))
@@ -288,7 +286,7 @@ def _filter(translation: Translation) -> None:
         path = "miles.rollout.filters:check_reward_nonzero_std"
         metric = translation.text(keys[1])
         why = f"groups whose {metric} is equal are dropped there, groups of equal rewards here"
-        translation.differ(keys[0], why, "--dynamic-sampling-filter-path", path)
+        translation.carry(keys[0], "--dynamic-sampling-filter-path", path, why=why)
     translation.take(keys)
 
 
@@ -327,10 +325,10 @@ def _policy(translation: Translation) -> None:
         why = (
             f"the threshold is {low:g} for falling and {high:g} for rising probabilities there, {high:g} for both here"
         )
-        translation.differ(ends[0], why, worst=0)
+        translation.carry(ends[0], why=why, worst=0)
     if mode == "geo_mean":
         why = "the loss is the mean of each micro-batch, added up there: as many times ours as a rank has micro-batches"
-        translation.differ(key, why, *words, worst=0)
+        translation.carry(key, *words, why=why, worst=0)
     if translation.has(ACTOR + "clip_ratio") and translation.raw(ACTOR + "clip_ratio") not in (low, high):
         translation.miss(ACTOR + "clip_ratio", "has no effect there: clip_ratio_low and clip_ratio_high have values")
     translation.take([*ends, ACTOR + "clip_ratio", ACTOR + "clip_ratio_c", ACTOR + "tau_pos", ACTOR + "tau_neg"])
@@ -359,10 +357,8 @@ def _kl_in_loss(translation: Translation) -> None:
 
 def _follow(translation: Translation, key: str, *words: object) -> None:
     mode = translation.text(ACTOR + "loss_agg_mode")
-    if mode == _mode(translation) and mode in MEANS:
-        translation.carry(key, *words)
-    else:
-        translation.differ(key, FOLLOWS, *words, worst=1)
+    is_same = mode == _mode(translation) and mode in MEANS
+    translation.carry(key, *words, why="" if is_same else FOLLOWS, worst=1)
 
 
 def _kl_in_rewards(translation: Translation) -> None:
@@ -375,7 +371,7 @@ def _kl_in_rewards(translation: Translation) -> None:
         there = WHOLE if translation.text("algorithm.adv_estimator") == "reinforce_plus_plus_baseline" else REST
         written = write_kl_in_rewards(translation, weight, translation.number(weight), KL_TYPES[name], there)
         if written and "--use-kl-loss" in translation.words and _mode(translation) not in MEANS:
-            translation.differ(switch, "its sum over an answer's tokens is weighted there, its mean here", worst=1)
+            translation.carry(switch, why="its sum over an answer's tokens is weighted there, its mean here", worst=1)
         if translation.text(control) not in ("fixed", "adaptive"):
             translation.fail(control, "must be fixed or adaptive")
         if written and translation.text(control) == "adaptive":
@@ -432,10 +428,9 @@ def _rejection(translation: Translation, key: str, bound: str) -> None:
     low, high = (1 / high, 1 / low) if name.endswith("k1") else (low, high)
     words = ["--use-rs", "--rs-level", LEVELS[name]]
     words += ["--rs-lower-bound", f"{low:.12g}", "--rs-upper-bound", f"{high:.12g}"]
-    if translation.text(ACTOR + "loss_agg_mode") == "token-mean" or LEVELS[name] == "token":
-        translation.differ(key, "rejected tokens leave the mean's divisor there, and are counted here", *words, worst=0)
-    else:
-        translation.carry(key, *words)
+    why = "rejected tokens leave the mean's divisor there, and are counted here"
+    divides_by_tokens = translation.text(ACTOR + "loss_agg_mode") == "token-mean" or LEVELS[name] == "token"
+    translation.carry(key, *words, why=why if divides_by_tokens else "", worst=0)
 
 
 def _bounds(translation: Translation, key: str) -> tuple[float | None, float]:
@@ -482,13 +477,9 @@ def _objective(translation: Translation) -> ForeignObjective:
         formula = "1/B Σ_micro-batches 1/W Σ m l, W = padded width of the micro-batch's responses"
         depends = "padding and micro-batches, because loss_scale_factor is not set"
     translation.take([factor])
-    if translation.text(POLICY_LOSS + "loss_mode") == "gspo" and name != "seq-mean-token-mean":
-        why = (
-            "verl 0.6.1 and earlier take the mean of the sequences under gspo: --loss-aggregation sample_mean for them"
-        )
-        translation.differ(key, why, *words)
-    else:
-        translation.carry(key, *words)
+    why = "verl 0.6.1 and earlier take the mean of the sequences under gspo: --loss-aggregation sample_mean for them"
+    depends_on_release = translation.text(POLICY_LOSS + "loss_mode") == "gspo" and name != "seq-mean-token-mean"
+    translation.carry(key, *words, why=why if depends_on_release else "")
     setting, source = f"{key} = {name}", translation.table.source
     return ForeignObjective(setting, formula, source, reduce, mode, tuple(words), divisor, depends, exact)
 

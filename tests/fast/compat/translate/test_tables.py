@@ -66,7 +66,7 @@ def test_a_flag_of_a_table_exists_here(name: str) -> None:
 def test_a_default_that_changes_learning_is_written_or_asks_for_nothing(name: str) -> None:
     """Off, empty, or idle without another setting; everything else is in the command or in a note."""
     result = translated(name, {})
-    text = " ".join(entry.label for entry in (*result.carried, *result.differing, *result.missing))
+    text = " ".join(entry.label for entry in result.entries)
     silent = []
     for key, row in table_of(name).rows.items():
         is_idle = row.default in (None, False, 0, -1, "", [], {})

@@ -494,14 +494,16 @@ def test_what_is_switched_off_is_not_listed(tmp_path, name, text, is_on):
 
 def test_a_clamp_of_the_kl_that_is_null_is_not_named(tmp_path):
     text = "loss_fn: {reference_policy_kl_penalty: 0.1, kl_input_clamp_value: null}\n"
-    (why,) = (entry.why for entry in translated(tmp_path, "a.yaml", text)[1].differing if "kl_pen" in entry.label)
+    (why,) = (
+        entry.why for entry in translated(tmp_path, "a.yaml", text)[1].entries if entry.why and "kl_pen" in entry.label
+    )
     assert "values are clamped to 10" in why and "inputs" not in why
 
 
 def test_null_is_not_read_as_a_default_that_is_not_null(tmp_path):
     _, translation, _ = translated(tmp_path, "a.yaml", f"{TRL}max_completion_length: null\n")
     assert "--rollout-max-response-len" not in translation.words
-    assert any("null, and not its default 512" in entry.why for entry in translation.missing)
+    assert any("null, and not its default 512" in entry.why for entry in translation.entries)
 
 
 def test_settings_of_a_critic_are_not_listed_without_one(tmp_path):
