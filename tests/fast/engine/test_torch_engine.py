@@ -147,9 +147,9 @@ async def test_a_response_does_not_depend_on_its_batch(llama_path, temperature):
     assert [(await responses(make_engine(llama_path), [r]))[0] for r in reqs] == together
 
 
-async def test_sequences_with_equal_tokens_share_a_row(model_path, monkeypatch):
+async def test_sequences_with_equal_tokens_share_a_row(llama_path, monkeypatch):
     """At a low temperature many responses begin alike. Sequences that have ended take no row."""
-    engine, rows = make_engine(model_path), []
+    engine, rows = make_engine(llama_path), []
     decode = engine._runner.decode
     monkeypatch.setattr(engine._runner, "decode", lambda t, *a: rows.append(len(t)) or decode(t, *a))
     sampling = SamplingParams(20, temperature=0.1, stop_token_ids=tuple(range(0, 256, 16)))
@@ -207,7 +207,7 @@ async def test_the_cache_has_the_size_that_the_configuration_says(model_path, mo
         clear(cache)
 
     monkeypatch.setattr(KVCache, "clear", measured)
-    await responses(engine, requests(SamplingParams(max_new_tokens=60)))
+    await responses(engine, requests(SamplingParams(max_new_tokens=60), prompts=PROMPTS[2:3]))
     config = json.loads((Path(model_path) / "config.json").read_text())
     per_token = kv_bytes_per_token(config, gpus=1, itemsize=4, keeps_latent=False)
     assert max(sizes) == 3 * 128 * per_token, "17 + 60 tokens in steps of 64"

@@ -84,12 +84,6 @@ def test_silence_counts_from_the_end_of_the_imports(crew):
     assert replaced == [True]
 
 
-def test_results_come_in_order_however_long_each_takes(crew):
-    workers, (first, second), _ = crew
-    # Longer than a worker may be silent: heartbeats are answered during work.
-    assert workers.results([first.sleep.remote(4), second.sleep.remote(0)]) == [4, 0]
-
-
 def test_the_death_of_a_worker_that_nobody_waits_for_ends_the_wait(crew):
     workers, (first, second), (pid, _) = crew
     workers.results([first.sleep.remote(0), second.sleep.remote(0)])

@@ -1,5 +1,7 @@
 """The same greedy run on both training backends has the same metrics, in the slow tests across a change of layout."""
 
+from pathlib import Path
+
 import pytest
 from tolerance import RELATIVE_ERROR, RUN_ERROR, RUN_METRIC_ERROR
 
@@ -7,11 +9,13 @@ from tolerance import RELATIVE_ERROR, RUN_ERROR, RUN_METRIC_ERROR
 FLAGS = ["--num-rollout", "2", "--lr", "1e-4", "--lr-decay-style", "constant", "--rollout-temperature", "0"]
 FLAGS += ["--disable-rewards-normalization", "--use-kl-loss", "--kl-loss-coef", "0.1"]
 MEGATRON = ["--train-backend", "megatron"]
+ONE_PROCESS = Path(__file__).with_name("in_one_process.py")
 
 
 @pytest.fixture(scope="module")
 def fsdp(launch):
-    run = launch("fsdp", *FLAGS)
+    """Run without Ray, which changes no metric."""
+    run = launch("fsdp", *FLAGS, program=ONE_PROCESS)
     assert run.wait() == 0, run.err
     return run
 

@@ -80,7 +80,10 @@ def samples_of(name, make_sample, response):
     return samples
 
 
-@pytest.fixture(params=[name for name in REWARDS if name not in ASKS_SERVERS + READS_NO_ANSWER])
+JUDGED = [name for name in REWARDS if name not in ASKS_SERVERS + READS_NO_ANSWER]
+
+
+@pytest.fixture(params=JUDGED)
 def reward(request, make_sample, section_of):
     """Return name and function of a built-in reward whose processes, if it has any, are started."""
     function = partial(REWARDS[request.param].score, flags=section_of(request.param))
@@ -117,6 +120,7 @@ def test_a_hostile_answer_is_judged_in_time_or_wrong(reward, make_sample):
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("reward", [name for name in JUDGED if name != "ifeval"], indirect=True)  # seconds of imports
 @pytest.mark.parametrize(
     "kind", ["tower", "open tags", pytest.param("a megabyte of open braces", marks=pytest.mark.slow)]
 )
