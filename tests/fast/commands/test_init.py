@@ -2,6 +2,8 @@
 
 import json
 import os
+import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -40,28 +42,16 @@ def begin(task, model, tmp_path, capsys):
 @pytest.mark.parametrize("task", init.TASKS)
 def test_the_reward_has_a_test_that_can_fail(task, model, tmp_path, capsys):
     folder, _ = begin(task, model, tmp_path, capsys)
-    environ = os.environ | {"PYTHONPATH": str(REPO)}
-    assert subprocess.run([sys.executable, "reward.py"], cwd=folder, env=environ).returncode == 0
+    runpy.run_path(str(folder / "reward.py"), run_name="__main__")
     text = (folder / "reward.py").read_text()
     wrong = text.replace("float(", "float(not ").replace("share / 2", "share").replace("0.5 * has_called", "has_called")
     (folder / "reward.py").write_text(wrong)
-    assert subprocess.run([sys.executable, "reward.py"], cwd=folder, env=environ, capture_output=True).returncode == 1
+    with pytest.raises(AssertionError):
+        runpy.run_path(str(folder / "reward.py"), run_name="__main__")
 
 
 @pytest.mark.parametrize("task", init.TASKS)
 def test_the_settings_are_read_without_a_surprise(task, model, tmp_path, capsys, monkeypatch):
-    folder, _ = begin(task, model, tmp_path, capsys)
-    monkeypatch.chdir(folder)
-    validated = judge(read_command(["--config", "run.yaml"]))
-    assert validated.settings.training.use_dynamic_batch_size and not validated.accepted
-    assert 10 <= len([line for line in (folder / "run.yaml").read_text().splitlines() if line[0] != "#"]) <= 16
-
-
-@pytest.mark.parametrize(
-    "task", [pytest.param(task, marks=[pytest.mark.slow] if task != "math" else []) for task in init.TASKS]
-)
-@pytest.mark.timeout(600)
-def test_the_printed_commands_train(task, model, tmp_path, capsys):
     folder, commands = begin(task, model, tmp_path, capsys)
     assert [line.split()[0:2] for line in commands] == [
         ["cd", str(folder)],
@@ -71,6 +61,18 @@ def test_the_printed_commands_train(task, model, tmp_path, capsys):
         ["miles", "train"],
         ["miles", "report"],
     ]
+    monkeypatch.chdir(folder)
+    trial, run = (judge(read_command(shlex.split(line, comments=True)[2:])) for line in commands[3:5])
+    assert trial.settings.rollout.debug_rollout_only and not trial.accepted
+    assert run.settings.training.use_dynamic_batch_size and not run.accepted
+    assert 10 <= len([line for line in (folder / "run.yaml").read_text().splitlines() if line[0] != "#"]) <= 16
+
+
+@pytest.mark.slow  # the tutorial of rewards does what is printed for math
+@pytest.mark.parametrize("task", init.TASKS)
+@pytest.mark.timeout(600)
+def test_the_printed_commands_train(task, model, tmp_path, capsys):
+    folder, commands = begin(task, model, tmp_path, capsys)
     # A link to the interpreter would not find the packages of its virtual environment.
     for name, program in {"miles": MILES, "python": f'#!/bin/sh\nexec "{sys.executable}" "$@"\n'}.items():
         (tmp_path / name).write_text(program)

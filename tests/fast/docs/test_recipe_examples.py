@@ -12,6 +12,7 @@ import sys
 
 import pytest
 
+from examples.vision import write as vision
 from miles.commands import train
 from tests.fast.docs.tutorial_page import REPO
 
@@ -55,10 +56,11 @@ def outputs(tmp_path_factory):
     (folder / "tasks" / "chats.jsonl").write_text('{"chat": []}\n')
     shutil.copytree(folder / "tasks", folder / "shop_task")
     (folder / "shop_task" / "backward").rename(folder / "shop_task" / "shop")
-    written = subprocess.run(
-        [sys.executable, "-m", "examples.vision.write", folder / "count_task"], cwd=EXAMPLES.parent, capture_output=True
-    )
-    assert written.returncode == 0, written.stderr
+    with pytest.MonkeyPatch.context() as few:
+        few.setattr(vision, "NUM_DEMONSTRATIONS", 24)
+        few.setattr(vision, "NUM_TRAINED", 24)
+        vision.write_tasks(folder / "count_task", seed=1)
+    vision.write_random_model(folder / "count_task" / "model", seed=1)
     (folder / "words").write_text(WORDS)
     (folder / "words").chmod(0o755)
     return folder
