@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -41,13 +42,17 @@ def runtime_nodes(node: ast.AST) -> Iterator[ast.AST]:
         yield from runtime_nodes(child)
 
 
-def imports(source: str, module: str = "", is_package: bool = False, with_types: bool = False) -> set[str]:
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def imports(tree: ast.Module, module: str = "", is_package: bool = False, with_types: bool = False) -> set[str]:
     """Return the dotted names that a module imports or uses as attributes (``torch.distributed.barrier``).
 
     ``with_types``: also names that are imported for annotations only.
     """
     names: set[str] = set()
-    tree = ast.parse(source)
     for node in ast.walk(tree) if with_types else runtime_nodes(tree):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
@@ -73,7 +78,7 @@ def dotted(node: ast.expr) -> str:
 @pytest.fixture(scope="module")
 def imported() -> dict[str, set[str]]:
     """Return what each module imports. Not computed at import: every worker of pytest-xdist imports this file."""
-    return {module_name(p): imports(p.read_text(), module_name(p), p.name == "__init__.py") for p in SOURCES}
+    return {module_name(p): imports(tree(p), module_name(p), p.name == "__init__.py") for p in SOURCES}
 
 
 def inside(name: str, package: str) -> bool:
@@ -151,7 +156,7 @@ def test_rooms_import_what_the_table_allows() -> None:
         (module, room)
         for path in SOURCES
         if (module := module_name(path)).count(".") and module.split(".")[1] in ROOMS
-        for name in imports(path.read_text(), module, path.name == "__init__.py", with_types=True)
+        for name in imports(tree(path), module, path.name == "__init__.py", with_types=True)
         if inside(name, "miles") and "." in name and (room := name.split(".")[1]) in ROOMS
         if room not in (*ROOMS[module.split(".")[1]], module.split(".")[1])
     }
@@ -208,17 +213,16 @@ def test_imports_are_found_anywhere() -> None:
         "def f():\n    from torch import distributed\n    import ray.util\n    torch.cuda.empty_cache()\n"
         "from . import base\n"
     )
-    names = imports(source, "miles.engine.anything")
+    names = imports(ast.parse(source), "miles.engine.anything")
     assert {"torch.distributed", "ray.util", "torch.cuda", "miles.engine.base"} <= names
     assert "hidden" not in names
 
 
 def test_functions_are_small() -> None:
-    texts = {module_name(p): p.read_text() for p in SOURCES}
     functions = [
-        (f"{name}.{node.name}", node.end_lineno - node.lineno + 1)
-        for name, text in texts.items()
-        for node in ast.walk(ast.parse(text))
+        (f"{module_name(path)}.{node.name}", node.end_lineno - node.lineno + 1)
+        for path in SOURCES
+        for node in ast.walk(tree(path))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None
     ]
     assert not [(name, lines) for name, lines in functions if lines > 60]

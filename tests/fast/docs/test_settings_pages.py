@@ -70,8 +70,10 @@ def test_the_error_of_a_misspelled_setting_has_its_line(quickstart_folder, capsy
     assert message in capsys.readouterr().err
 
 
-def test_the_sweep_lists_its_24_runs(quickstart_folder, capsys):
+def test_the_sweep_lists_its_runs(quickstart_folder, capsys):
     text = save_first_example("report.md", quickstart_folder)
+    file = quickstart_folder / "clip.yaml"
+    file.write_text(file.read_text().replace("seeds: 8", "seeds: 1"))
     (words,) = commands(text, "miles sweep clip.yaml --explain")
     assert sweep.main(words) == 0
-    assert "24 runs" in capsys.readouterr().out
+    assert "3 runs" in capsys.readouterr().out

@@ -6,6 +6,7 @@ import json
 import math
 import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,8 +42,8 @@ def test_a_sweep_is_valid_and_has_an_a_a_pair(name: str, with_tasks: Path, monke
     monkeypatch.chdir(with_tasks)
     definition = read_definition(FOLDER / name / "sweep.yaml")
     assert len(definition.seeds) >= 8
-    runs = plan(definition, definition.output, check_one_process)
-    first = {run.variant: run.settings for run in runs if run.seed == 1}
+    runs = plan(replace(definition, seeds=definition.seeds[:1]), definition.output, check_one_process)
+    first = {run.variant: run.settings for run in runs}
     again = [variant for variant in definition.variants if variant.name.endswith(results.AGAIN)]
     assert len(again) == 1 and again[0].seed_offset >= len(definition.seeds), "the same settings, other seeds"
     baseline = first[definition.baseline]

@@ -55,10 +55,10 @@ def test_mlflow_has_settings_without_secrets_and_every_step(tmp_path, monkeypatc
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     uri = (tmp_path / "mlruns").as_uri()
-    for _ in range(2):  # the second run finds the experiment
+    for metrics in (1, 1200):  # the second run finds the experiment
         sink = MlflowSink(TrackingArguments(use_mlflow=True, mlflow_tracking_uri=uri), HEADER)
-        for step in (1, 2):
-            sink.log(step, {f"train/{number}": step / 4 for number in range(1200)})
+        sink.log(1, {f"train/{1200 - number}": 0.25 for number in range(1, metrics + 1)})
+        sink.log(2, {"train/1199": 0.5})
         sink.close()
     client = mlflow.MlflowClient(tracking_uri=uri)
     runs = client.search_runs([client.get_experiment_by_name("miles").experiment_id])
