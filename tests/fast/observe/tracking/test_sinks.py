@@ -55,11 +55,19 @@ def test_mlflow_has_settings_without_secrets_and_every_step(tmp_path, monkeypatc
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     uri = (tmp_path / "mlruns").as_uri()
+    sizes, log_batch = [], mlflow.MlflowClient.log_batch
+
+    def sized(self, run, metrics=(), **more):
+        sizes.append(len(metrics))
+        log_batch(self, run, metrics=metrics, **more)
+
+    monkeypatch.setattr(mlflow.MlflowClient, "log_batch", sized)
     for metrics in (1, 1200):  # the second run finds the experiment
         sink = MlflowSink(TrackingArguments(use_mlflow=True, mlflow_tracking_uri=uri), HEADER)
         sink.log(1, {f"train/{1200 - number}": 0.25 for number in range(1, metrics + 1)})
         sink.log(2, {"train/1199": 0.5})
         sink.close()
+    assert max(sizes) == 1000, "a server takes no more in one call"
     client = mlflow.MlflowClient(tracking_uri=uri)
     runs = client.search_runs([client.get_experiment_by_name("miles").experiment_id])
     assert len(runs) == 2 and {run.info.status for run in runs} == {"FINISHED"}
