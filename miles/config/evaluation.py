@@ -73,7 +73,13 @@ _OF_ROLLOUT = ("temperature", "top_p", "top_k", "min_p", "max_response_len")
 _OF_DATA = ("input_key", "label_key")
 _FLAGS = {
     "n_samples_per_eval_prompt": "n_samples_per_eval_prompt",
-    **{key: f"eval_{key}" for key in (*_OF_ROLLOUT, *_OF_DATA)},
+    "temperature": "eval_temperature",
+    "top_p": "eval_top_p",
+    "top_k": "eval_top_k",
+    "min_p": "eval_min_p",
+    "max_response_len": "eval_max_response_len",
+    "input_key": "eval_input_key",
+    "label_key": "eval_label_key",
 }
 _KINDS: dict[str, type] = {
     **dict.fromkeys(("name", "source", *_OF_DATA), str),
