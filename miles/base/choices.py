@@ -1,4 +1,4 @@
-"""Find the objects that a flag chooses from: one file each in a folder, one object per file.
+"""Find the choices of a flag: one file each in a folder, one class per file.
 
 ``--advantage-estimator`` chooses from ``objective/estimators/``, ``--policy-loss`` from ``objective/policy_losses/``,
 ``--loss-type`` from ``objective/loss_types/``, ``--rm-type`` from ``rewards/built_in/``. To add a choice, add a file;
@@ -7,11 +7,13 @@ only, or inside the functions that compute.
 """
 
 import importlib
+import inspect
 import pkgutil
 from abc import ABC
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache
+from types import ModuleType
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from miles.base.flags import Errors, changed, flag_name
@@ -26,7 +28,8 @@ class Choice(ABC, Generic[F]):
         flag: The field of the section that chooses.
         name: The value of the flag.
         summary: A few words for ``--help``.
-        reads: The flags that it reads. A flag that other choices read and this one does not has no effect.
+        reads: The flags that it reads, by default all of ``own_flags``. A flag that others read and this one does not
+            has no effect.
         instead: What to use instead of a flag that asks for the same behavior in another way. Such a flag is refused.
         own_flags: A frozen dataclass of flags, declared in the same file. It becomes a part of the section.
     """
@@ -37,6 +40,12 @@ class Choice(ABC, Generic[F]):
     reads: tuple[str, ...] = ()
     instead: Mapping[str, str] = {}
     own_flags: ClassVar[type | None] = None
+
+    def __init_subclass__(cls) -> None:
+        """Read the flags that the class declares, unless it names others."""
+        super().__init_subclass__()
+        if cls.own_flags is not None and "own_flags" in vars(cls) and "reads" not in vars(cls):
+            cls.reads = tuple(field.name for field in fields(cls.own_flags))
 
     @cache  # noqa: B019 - choices and sections live as long as the process
     def flags_of(self, section: Any) -> F:
@@ -50,15 +59,21 @@ class Choice(ABC, Generic[F]):
 C = TypeVar("C", bound=Choice[Any])
 
 
+def _is_defined_in(module: ModuleType, value: object, kind: type) -> bool:
+    """Return whether the module defines ``value`` as a ``kind`` that is not abstract."""
+    is_kind = isinstance(value, type) and issubclass(value, kind) and not inspect.isabstract(value)
+    return is_kind and value.__module__ == module.__name__
+
+
 class Registry(dict[str, C]):
     """The choices of a flag by name."""
 
     def __init__(self, package: str, kind: type[C]) -> None:
-        """Import every file of ``package`` and its folders but ``base``, and keep the one ``kind`` object in each.
+        """Import every file of ``package`` and its folders but ``base``, and make the ``kind`` that each defines.
 
         Raises:
-            TypeError: If a file has no instance, or more than one.
-            ValueError: If two files have the same name.
+            TypeError: If a file defines no class of this kind, or more than one, apart from abstract ones.
+            ValueError: If two classes have the same name.
         """
         super().__init__()
         self.flag = kind.flag
@@ -67,12 +82,13 @@ class Registry(dict[str, C]):
         names = [file.name for file in files if not file.ispkg and file.name != f"{package}.base"]
         for name in sorted(names, key=lambda name: name.rpartition(".")[2]):
             module = importlib.import_module(name)
-            choices = [value for value in vars(module).values() if isinstance(value, kind)]
-            if len(choices) != 1:
-                raise TypeError(f"{module.__name__} must hold one {kind.__name__}, not {len(choices)}")
-            if choices[0].name in self:
-                raise ValueError(f"{module.__name__}: there is a {kind.__name__} named {choices[0].name} already")
-            self[choices[0].name] = choices[0]
+            classes = [value for value in vars(module).values() if _is_defined_in(module, value, kind)]
+            if len(classes) != 1:
+                raise TypeError(f"{module.__name__} must define one {kind.__name__}, not {len(classes)}")
+            choice = classes[0]()
+            if choice.name in self:
+                raise ValueError(f"{module.__name__}: there is a {kind.__name__} named {choice.name} already")
+            self[choice.name] = choice
 
     def __missing__(self, name: str) -> C:
         """Raise ``ValueError``: there is no choice of this name."""

@@ -22,7 +22,7 @@ from miles.config.spelling import group_words, without_flags
 from miles.objective.aggregation import MODE_FLAGS
 from miles.objective.loss_types import LOSS_TYPES
 from miles.objective.settings import LossArguments
-from miles.tasks.environments.built_in.tool_calls import ENVIRONMENT
+from miles.tasks.environments.built_in.tool_calls import ToolCalls
 from miles.tasks.rewards.settings import RewardArguments
 
 # A command line that is being rewritten: its words, and what was read as what.
@@ -166,7 +166,7 @@ def read_multi_turn(line: Line) -> None:
     ):
         if value is not None and is_missing(value):
             line.errors.add(f"{flag} {value}: this is part of another launcher, and is not here; write {signature}")
-    environment = f"{ENVIRONMENT.name}:call={call}" + (f",specs={specs}" if specs else "")
+    environment = f"{ToolCalls.name}:call={call}" + (f",specs={specs}" if specs else "")
     line.drop("--environment", "--max-turns")
     words = ["--environment", environment]
     if turns.isdecimal():

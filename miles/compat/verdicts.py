@@ -11,7 +11,7 @@ from miles.config.checkpoint import first_iteration
 from miles.config.model import readable_config
 from miles.config.notes import NO_EFFECT, READ_AS, SAME, Note, written
 from miles.config.settings import Settings
-from miles.tasks.environments.built_in.tool_calls import ENVIRONMENT
+from miles.tasks.environments.built_in.tool_calls import ToolCalls
 
 Kind = Literal["switch", "value", "list", "optional"]
 ForeignFlags: TypeAlias = Mapping[str, Any]  # flags of the tables in a command, with their values; True for a switch
@@ -108,7 +108,7 @@ def _is_weight_decay(flag: str) -> Callable[[Settings, ForeignFlags], bool]:
 
 # Values of ``unless`` in the tables: they name runs in which a refused flag changes nothing.
 CONDITIONS: dict[str, Callable[[Settings, ForeignFlags], bool]] = {
-    "has_tool_calls": lambda s, command: (s.rollout.environment or "").startswith(f"{ENVIRONMENT.name}:"),
+    "has_tool_calls": lambda s, command: (s.rollout.environment or "").startswith(f"{ToolCalls.name}:"),
     "keeps_tokens": _keeps_tokens,
     "shares_gpus": lambda s, command: s.cluster.colocate,
     "evaluates_the_same_key": lambda s, command: str(command["--eval-reward-key"]) == s.reward.reward_key,

@@ -76,6 +76,3 @@ def _rewards_with_weights(samples: SampleRewards) -> list[tuple[float, list[floa
 def _example(names: Iterable[str]) -> str:
     weights = ",".join(f"{name}:1" for name in names)
     return f", such as {weights}" if weights else ""
-
-
-ESTIMATOR = Gdpo()

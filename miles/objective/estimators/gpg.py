@@ -64,6 +64,3 @@ class Gpg(Estimator[GpgFlags]):
         means = {group: statistics.mean(rewards.values()) for group, rewards in groups.items()}
         pairs = zip(samples.rewards, samples.group_indices, strict=True)
         return [scale * (reward - means[group]) for reward, group in pairs]
-
-
-ESTIMATOR = Gpg()

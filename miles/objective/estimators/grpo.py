@@ -47,6 +47,3 @@ class Grpo(Estimator[GrpoFlags]):
         if flags.disable_rewards_normalization:
             return list(samples.rewards)
         return less_group_mean(samples, std=not flags.disable_grpo_std_normalization)
-
-
-ESTIMATOR = Grpo()

@@ -35,6 +35,3 @@ class GrpoBatchStd(Estimator[AdvantageFlags]):
             differences += [reward - mean for reward in rewards.values()]
         spread = statistics.stdev(differences) if len(differences) > 1 else 0.0
         return [difference / divisor(spread, 1e-6) for difference in less_group_mean(samples, std=False)]
-
-
-ESTIMATOR = GrpoBatchStd()

@@ -9,6 +9,3 @@ class GspoEstimator(Grpo):
     name = "gspo"
     summary = "grpo, with --policy-loss gspo by default"
     default_policy_loss = "gspo"
-
-
-ESTIMATOR = GspoEstimator()

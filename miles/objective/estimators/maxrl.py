@@ -41,6 +41,3 @@ class MaxRl(Estimator[AdvantageFlags]):
         means = {group: statistics.mean(rewards.values()) for group, rewards in samples.by_group().items()}
         pairs = zip(samples.rewards, samples.group_indices, strict=True)
         return [(reward - means[group]) / means[group] if means[group] > 0 else 0.0 for reward, group in pairs]
-
-
-ESTIMATOR = MaxRl()

@@ -34,6 +34,3 @@ class Opo(Estimator[AdvantageFlags]):
             baselines[group] = first + difference / sum(weights.values())
         pairs = zip(samples.rewards, samples.group_indices, strict=True)
         return [reward - baselines[group] for reward, group in pairs]
-
-
-ESTIMATOR = Opo()

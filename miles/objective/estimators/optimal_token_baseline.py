@@ -99,6 +99,3 @@ class OptimalTokenBaseline(Estimator[OptimalTokenBaselineFlags]):
             for i in members:
                 advantages[i] = returns[i] - baseline[: len(returns[i])]
         return advantages
-
-
-ESTIMATOR = OptimalTokenBaseline()

@@ -78,6 +78,3 @@ def subset_advantages(num_answers: int, num_right: int, k: int) -> tuple[float, 
     spread = math.sqrt(failed * (1.0 - failed))
     others = math.comb(wrong - 1, k - 1) / math.comb(num_answers - 1, k - 1)
     return failed / spread, (failed - others) / spread
-
-
-ESTIMATOR = PassKAnalytic()

@@ -55,6 +55,3 @@ class PassKBest(Estimator[PassKBestFlags]):
                 leads[group][max(rewards, key=rewards.__getitem__)] = (best - second) / scale
         pairs = zip(samples.group_indices, samples.trajectory_ids, strict=True)
         return [leads[group][trajectory] for group, trajectory in pairs]
-
-
-ESTIMATOR = PassKBest()

@@ -119,6 +119,3 @@ def generalized_advantages(
         advantages[:, t] = delta + decay * following[0]
         following[0], following[1] = advantages[:, t], value[:, t]
     return [row[longest - len(r) :] for row, r in zip(advantages, rewards, strict=True)]
-
-
-ESTIMATOR = Ppo[PpoFlags]()

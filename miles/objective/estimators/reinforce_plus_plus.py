@@ -42,6 +42,3 @@ class ReinforcePlusPlus(Estimator[PpoFlags]):
 
         without_critic = [replace(each, values=np.zeros_like(each.rewards)) for each in trajectories]
         return generalized_advantages(without_critic, flags.gamma, 1.0)
-
-
-ESTIMATOR = ReinforcePlusPlus()

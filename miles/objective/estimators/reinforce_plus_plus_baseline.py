@@ -34,6 +34,3 @@ class ReinforcePlusPlusBaseline(Estimator[AdvantageFlags]):
     def sample_advantages(self, flags: AdvantageFlags, samples: SampleRewards) -> list[float]:
         """Subtract the mean of the group."""
         return less_group_mean(samples, std=False)
-
-
-ESTIMATOR = ReinforcePlusPlusBaseline()

@@ -35,6 +35,3 @@ class Remax(Estimator[AdvantageFlags]):
                 "--rollout-function-path must make its groups with make_group"
             )
         return [reward - baseline for reward, baseline in zip(samples.rewards, samples.baselines, strict=True)]
-
-
-ESTIMATOR = Remax()

@@ -35,6 +35,3 @@ class Rloo(Estimator[AdvantageFlags]):
             of_trajectory = groups[group][trajectory]
             advantages.append((reward - of_trajectory) + scale * (of_trajectory - means[group]))
         return advantages
-
-
-ESTIMATOR = Rloo()

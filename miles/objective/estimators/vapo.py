@@ -72,6 +72,3 @@ def length_adaptive_lambda(length: int, alpha: float) -> float:
     (0.9, 0.0)
     """
     return max(0.0, 1.0 - 1.0 / (alpha * length)) if length else 0.0
-
-
-ESTIMATOR = Vapo()

@@ -115,6 +115,3 @@ def _of_one(
     for name, value in metrics.items():
         WHOLE_LOSS.check_tensor(path, value, (), f", metric {name}")
     return total, metrics
-
-
-LOSS_TYPE = CustomLoss()

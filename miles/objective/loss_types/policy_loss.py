@@ -189,6 +189,3 @@ def _token_kl(loss: LossArguments, micro: MicroBatch, log_probs: torch.Tensor, l
     current = log_probs if loss.kl_loss_coef else log_probs.detach()
     kl = approximate_kl(masked_log_ratio(current, micro.ref_log_probs, micro.loss_mask), loss.kl_loss_type)
     return log_ratio.exp() * kl if loss.use_unbiased_kl else kl
-
-
-LOSS_TYPE = PolicyGradientLoss()

@@ -63,6 +63,3 @@ def sft_loss_function(
     token_losses = -log_probs if canary is None else canary - log_probs
     negative_log_likelihood = get_pg_loss_reducer(loss, micro)(token_losses)
     return LossOutput(negative_log_likelihood, {"loss": negative_log_likelihood.detach()})
-
-
-LOSS_TYPE = SftLoss()

@@ -54,6 +54,3 @@ class ValueLoss(LossType):
     def language_model_loss(self, objective: Objective, micro: MicroBatch, scores: PolicyScores) -> LossOutput:
         """Raise ``ValueError``: the language model does not learn."""
         raise ValueError("--loss-type value_loss: not a loss of a language model")
-
-
-LOSS_TYPE = ValueLoss()

@@ -32,7 +32,6 @@ class Cispo(PolicyLoss[CispoFlags]):
 
     name = "cispo"
     summary = "the policy gradient, weighted by a bounded ratio without a gradient"
-    reads = ("ratio_max", "ratio_min")
     own_flags = CispoFlags
 
     def check(self, flags: CispoFlags, shape: "StepShape", errors: Errors) -> None:
@@ -61,6 +60,3 @@ class Cispo(PolicyLoss[CispoFlags]):
         ratio = tokens.log_ratio.detach().exp()
         losses = -ratio.clamp(flags.ratio_min, flags.ratio_max) * tokens.advantages * tokens.log_probs
         return TokenLosses(losses, ((ratio > flags.ratio_max) | (ratio < flags.ratio_min)).float())
-
-
-POLICY_LOSS = Cispo()

@@ -38,7 +38,6 @@ class ClipCov(PpoClip[ClipCovFlags], SelectsByCovariance[ClipCovFlags]):
 
     name = "clip_cov"
     summary = "the clipped ratio, without a few random tokens of large covariance of log-prob and advantage"
-    reads = (*PpoClip.reads, "clip_cov_fraction", "clip_cov_min", "clip_cov_max")
     own_flags = ClipCovFlags
 
     def needs(self, flags: ClipCovFlags) -> Needs:
@@ -83,6 +82,3 @@ class ClipCov(PpoClip[ClipCovFlags], SelectsByCovariance[ClipCovFlags]):
             return TokenLosses(losses, clipped)
         assert clipped is not None
         return TokenLosses(losses.masked_fill(drawn != 0, 0.0), clipped.maximum(drawn))
-
-
-POLICY_LOSS = ClipCov()

@@ -26,7 +26,6 @@ class DppoKl(Dppo[DppoKlFlags]):
 
     name = "dppo_kl"
     summary = "as dppo_tv, by the KL of the token against all others"
-    reads = ("dppo_kl_delta", "dppo_ratio_max")
     own_flags = DppoKlFlags
     delta = "dppo_kl_delta"
     divergence = "p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p))"
@@ -35,6 +34,3 @@ class DppoKl(Dppo[DppoKlFlags]):
         """Return the KL of the two outcomes."""
         rest, old_rest = ((-p.expm1()).clamp(min=_SMALLEST) for p in (log_probs, old_log_probs))
         return old_log_probs.exp() * (old_log_probs - log_probs) + old_rest * (old_rest / rest).log()
-
-
-POLICY_LOSS = DppoKl()

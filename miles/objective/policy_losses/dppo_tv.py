@@ -91,7 +91,6 @@ class DppoTv(Dppo[DppoTvFlags]):
 
     name = "dppo_tv"
     summary = "the ratio of each token, dropped if the probability moved by more than a bound (DPPO)"
-    reads = ("dppo_tv_delta", "dppo_ratio_max")
     own_flags = DppoTvFlags
     delta = "dppo_tv_delta"
     divergence = "|p - p_old|"
@@ -99,6 +98,3 @@ class DppoTv(Dppo[DppoTvFlags]):
     def divergences(self, log_probs: "torch.Tensor", old_log_probs: "torch.Tensor") -> "torch.Tensor":
         """Return the absolute difference of the probabilities."""
         return (log_probs.exp() - old_log_probs.exp()).abs()
-
-
-POLICY_LOSS = DppoTv()

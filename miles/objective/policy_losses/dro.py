@@ -32,7 +32,6 @@ class Dro(PolicyLoss[DroFlags]):
 
     name = "dro"
     summary = "the policy gradient with a quadratic penalty on the log ratio"
-    reads = ("dro_beta", "dro_level")
     own_flags = DroFlags
 
     def formula(self, flags: DroFlags) -> list[Term]:
@@ -60,6 +59,3 @@ class Dro(PolicyLoss[DroFlags]):
             # Summed over the sequence: value d (d - d / 2), gradient d times the gradient of each log ratio.
             penalty = sequence_sums(log_ratio, micro)[micro.sample_index] * (log_ratio - 0.5 * log_ratio.detach())
         return TokenLosses(-tokens.advantages * tokens.log_probs + flags.dro_beta * penalty, None)
-
-
-POLICY_LOSS = Dro()

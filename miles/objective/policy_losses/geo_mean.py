@@ -29,7 +29,6 @@ class GeoMean(PolicyLoss[GeoMeanFlags]):
 
     name = "geo_mean"
     summary = "the geometric mean of a sequence's clipped ratios (GMPO)"
-    reads = ("geo_mean_log_clip",)
     own_flags = GeoMeanFlags
 
     def formula(self, flags: GeoMeanFlags) -> list[Term]:
@@ -52,6 +51,3 @@ class GeoMean(PolicyLoss[GeoMeanFlags]):
         clipped = log_ratio.masked_fill(above, eps).masked_fill(below, -eps)
         of_sequence = sequence_means(clipped, micro)[micro.sample_index] + (clipped - clipped.detach())
         return TokenLosses(-tokens.advantages * of_sequence.exp(), (above | below).float())
-
-
-POLICY_LOSS = GeoMean()

@@ -21,6 +21,3 @@ class GpgLoss(PolicyLoss[None]):
     def token_losses(self, flags: None, tokens: PolicyTokens) -> TokenLosses:
         """Weight each token's log-prob by its advantage."""
         return TokenLosses(-tokens.advantages * tokens.log_probs, None)
-
-
-POLICY_LOSS = GpgLoss()

@@ -29,6 +29,3 @@ class Gspo(PpoClip[ClipFlags]):
         log_ratio, micro = tokens.log_ratio, tokens.micro
         of_sequence = sequence_means(log_ratio, micro)[micro.sample_index] + (log_ratio - log_ratio.detach())
         return clipped_losses(of_sequence, tokens.advantages, flags)
-
-
-POLICY_LOSS = Gspo()

@@ -15,6 +15,3 @@ class GspoToken(Gspo):
     name = "gspo_token"
     summary = "gspo with an advantage for each token; the same if a sequence has one"
     ratio = "sg(s) p / sg(p), s = exp(log p - log p_old) in its geometric mean over the sequence, sg() has no gradient"
-
-
-POLICY_LOSS = GspoToken()

@@ -53,7 +53,6 @@ class KlCov(SelectsByCovariance[KlCovFlags]):
 
     name = "kl_cov"
     summary = "the ratio, with a penalty on the few tokens of the largest covariance of log-prob and advantage"
-    reads = ("kl_cov_fraction", "kl_cov_coef", "kl_cov_penalty")
     own_flags = KlCovFlags
 
     def formula(self, flags: KlCovFlags) -> list[Term]:
@@ -102,6 +101,3 @@ def covariances(tokens: StepTokens) -> "np.ndarray":
     advantages = centred(tokens.advantages, FP32 * magnitude(tokens.advantages))
     products: np.ndarray = centred(tokens.log_probs, SCORES) * advantages
     return products
-
-
-POLICY_LOSS = KlCov()

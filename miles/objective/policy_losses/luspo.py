@@ -35,6 +35,3 @@ class Luspo(Gspo):
         losses, clipped = super().token_losses(flags, tokens)
         lengths = sequence_sums(tokens.micro.loss_mask, tokens.micro)
         return TokenLosses(losses * lengths[tokens.micro.sample_index], clipped)
-
-
-POLICY_LOSS = Luspo()

@@ -32,7 +32,6 @@ class PpoClip(PolicyLoss[C]):
 
     name = "ppo"
     summary = "the clipped ratio of each token"
-    reads: tuple[str, ...] = ("eps_clip", "eps_clip_high", "eps_clip_c")
     own_flags: ClassVar[type | None] = ClipFlags
     ratio = "exp(log p - log p_old)"
 
@@ -77,6 +76,3 @@ def clipped_losses(log_ratio: "torch.Tensor", advantages: "torch.Tensor", flags:
         assert flags.eps_clip_c > 1.0, f"--eps-clip-c {flags.eps_clip_c} must be above 1"
         losses = losses.minimum(-flags.eps_clip_c * advantages).where(advantages < 0, losses)
     return TokenLosses(losses, (clipped > unclipped).float().detach())
-
-
-POLICY_LOSS = PpoClip[ClipFlags]()

@@ -26,7 +26,6 @@ class Sapo(PolicyLoss[SapoFlags]):
 
     name = "sapo"
     summary = "a sigmoid gate on the ratio of each token, instead of a clip"
-    reads = ("sapo_tau_pos", "sapo_tau_neg")
     own_flags = SapoFlags
 
     def formula(self, flags: SapoFlags) -> list[Term]:
@@ -48,6 +47,3 @@ class Sapo(PolicyLoss[SapoFlags]):
         ratio = tokens.log_ratio.exp()
         tau = ratio.new_full(ratio.shape, flags.sapo_tau_neg).masked_fill(tokens.advantages > 0, flags.sapo_tau_pos)
         return TokenLosses(-(4.0 / tau) * (tau * (ratio - 1.0)).sigmoid() * tokens.advantages, None)
-
-
-POLICY_LOSS = Sapo()

@@ -29,7 +29,6 @@ class Vespo(PolicyLoss[VespoFlags]):
 
     name = "vespo"
     summary = "the policy gradient, weighted by a smooth kernel of the sequence's ratio"
-    reads = ("vespo_power_pos", "vespo_decay_pos", "vespo_power_neg", "vespo_decay_neg")
     own_flags = VespoFlags
 
     def formula(self, flags: VespoFlags) -> list[Term]:
@@ -60,6 +59,3 @@ class Vespo(PolicyLoss[VespoFlags]):
         negative = kernel(flags.vespo_power_neg, flags.vespo_decay_neg)
         weights = negative.where(tokens.advantages < 0, positive)
         return TokenLosses(-weights * tokens.advantages * tokens.log_probs, None)
-
-
-POLICY_LOSS = Vespo()

@@ -1,7 +1,7 @@
 """The environments that ``--environment`` names: one file each, found by its name.
 
-A file ends with ``ENVIRONMENT = Name()``, an object of a subclass of ``EnvironmentKind``. Validation imports every
-file, so a file imports slow libraries inside the functions that use them.
+A file defines one subclass of ``EnvironmentKind``. Validation imports every file, so a file imports slow libraries
+inside the functions that use them.
 """
 
 from miles.base.choices import Registry

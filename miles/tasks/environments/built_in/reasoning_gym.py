@@ -54,6 +54,3 @@ class Attempts(Environment):
     async def reward(self) -> float:
         """Return the score of the last answer."""
         return self._score
-
-
-ENVIRONMENT = ReasoningGymEnvironment()

@@ -82,6 +82,3 @@ class ToolCallsTrajectory(ToolEnvironment):
     async def reward(self) -> float:
         """Return 0, which nothing reads: another reward scores the answer."""
         return 0.0
-
-
-ENVIRONMENT = ToolCalls()

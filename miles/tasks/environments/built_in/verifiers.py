@@ -128,6 +128,3 @@ class Episode(Environment):
         if not isfinite(self._reward):
             raise ValueError(f"the episode has the reward {self._reward}")
         return self._reward
-
-
-ENVIRONMENT = Verifiers()

@@ -1,7 +1,7 @@
 """The rewards that ``--rm-type`` names: one file each, found by its name.
 
-A file ends with ``REWARD = Name()``, an object of a subclass of ``Reward``. Validation imports every file for its
-flags, so a file imports slow libraries inside the functions that use them.
+A file defines one subclass of ``Reward``. Validation imports every file for its flags, so a file imports slow
+libraries inside the functions that use them.
 """
 
 from miles.base.choices import Registry

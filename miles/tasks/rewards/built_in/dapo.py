@@ -88,6 +88,3 @@ def plain_value(text: str) -> str:
 def _written_out(short: re.Match[str]) -> str:
     top, bottom, root = short.groups()
     return rf"\sqrt{{{root}}}" if root else rf"\frac{{{top}}}" + (f"{{{bottom}}}" if bottom else "")
-
-
-REWARD = Dapo()

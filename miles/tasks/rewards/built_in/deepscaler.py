@@ -54,6 +54,3 @@ def last_box(text: str) -> str | None:
             if depth == 0:
                 return text[start : brace.start()]
     return None
-
-
-REWARD = DeepScaler()

@@ -19,6 +19,3 @@ class EnvironmentReward(Reward[None]):
         """Read the reward that was recorded when the trajectory ended."""
         missing = NotAReward("has none: the trajectory was not made by --environment")
         return [missing if s.environment_reward is None else s.environment_reward for s in samples]
-
-
-REWARD = EnvironmentReward()

@@ -32,7 +32,6 @@ class ExactMatch(Reward[ExactMatchFlags]):
     name = "exact_match"
     summary = "1 if the response is the label"
     data = "label: text, a number, or a list of them"
-    reads = ("exact_match_squad",)
     own_flags = ExactMatchFlags
 
     def check_prompt(self, prompt: Prompt, flags: ExactMatchFlags) -> None:
@@ -52,6 +51,3 @@ def _is_match(response: str, labels: Sequence[str]) -> bool:
 def _is_squad_match(response: str, labels: Sequence[str]) -> bool:
     answer = words(final_answer(response))
     return any(answer == words(label) for label in labels)
-
-
-REWARD = ExactMatch()

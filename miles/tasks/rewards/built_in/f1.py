@@ -57,6 +57,3 @@ def words(text: str) -> list[str]:
     """
     tokens = text.lower().translate(_NO_PUNCTUATION).split()
     return [word for word in tokens if word not in _ARTICLES] or tokens or text.lower().split()
-
-
-REWARD = F1()

@@ -36,6 +36,3 @@ def has_format(response: str) -> bool:
     if not (rest.startswith(_ANSWER) and rest.endswith(_END_ANSWER)):
         return False
     return bool(thought.strip() and rest.removeprefix(_ANSWER).removesuffix(_END_ANSWER).strip())
-
-
-REWARD = Format()

@@ -19,6 +19,3 @@ class GemmaMath(ComparedAsMathematics):
     def answer(self, response: str) -> str | None:
         """Return the last box after the thinking."""
         return in_box(last_box(response.rpartition(_END_OF_THINKING)[2]))
-
-
-REWARD = GemmaMath()

@@ -130,6 +130,3 @@ def _label(prompt: Prompt) -> str:
             f"{letters[0]} to {letters[-1]}; name another column with --label-key, or correct the row"
         )
     return label
-
-
-REWARD = Gpqa()

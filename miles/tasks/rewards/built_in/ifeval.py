@@ -44,7 +44,6 @@ class Ifeval(Reward[IfevalFlags]):
     needs_label = False
     limit = f"{SECONDS:g} s"
     libraries = ("if_verifiable with pip install if-verifiable==0.1.2",)
-    reads = ("ifeval_share", "ifeval_loose")
     own_flags = IfevalFlags
 
     def check_prompt(self, prompt: Prompt, flags: IfevalFlags) -> None:
@@ -130,6 +129,3 @@ def _refused(prompt: Prompt, fault: str) -> ValueError:
         f"--rm-type ifeval: the instructions of the prompt {prompt.source} cannot be checked ({fault}); correct "
         f"the row, or leave it out"
     )
-
-
-REWARD = Ifeval()

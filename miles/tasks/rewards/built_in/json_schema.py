@@ -47,7 +47,6 @@ class JsonSchema(Reward[JsonSchemaFlags]):
     data = "metadata `json_schema`, or label: a schema, unless --reward-json-schema is given"
     needs_label = False
     limit = f"{SECONDS:g} s"
-    reads = ("reward_json_schema",)
     own_flags = JsonSchemaFlags
 
     def check(self, flags: JsonSchemaFlags, errors: Errors) -> None:
@@ -164,6 +163,3 @@ def _no_schema(prompt: Prompt, fault: str) -> ValueError:
         f"--rm-type json_schema: the schema of the prompt {prompt.source} is no JSON schema ({fault}); put one "
         f"into metadata json_schema or the label, or give a file for all with --reward-json-schema"
     )
-
-
-REWARD = JsonSchema()

@@ -92,18 +92,6 @@ class Judge(Reward[JudgeFlags]):
     needs_label = False
     limit = "`--judge-timeout` per attempt"
     shared_limits = ("judge_concurrency",)
-    reads = (
-        "judge_url",
-        "judge_model",
-        "judge_api_key",
-        "judge_template",
-        "judge_max_score",
-        "judge_max_tokens",
-        "judge_cache",
-        "judge_concurrency",
-        "judge_retries",
-        "judge_timeout",
-    )
     own_flags = JudgeFlags
 
     def check(self, flags: JudgeFlags, errors: Errors) -> None:
@@ -299,6 +287,3 @@ def _as_text(label: Any) -> str:
     if isinstance(label, int | float) and not isinstance(label, bool):
         return plain_number(label)
     return label if isinstance(label, str) else json.dumps(label)
-
-
-REWARD = Judge()

@@ -67,6 +67,3 @@ def _reference(prompt: Prompt) -> Decimal:
             f"name the column of numeric answers with --label-key, or use --rm-type exact_match"
         )
     return number
-
-
-REWARD = LastNumber()

@@ -19,6 +19,3 @@ class Length(Reward[None]):
     def score(self, samples: Sequence[Sample], flags: None) -> Rewards:
         """Count the tokens."""
         return [-float(len(s.response_ids)) for s in samples]
-
-
-REWARD = Length()

@@ -303,6 +303,3 @@ def _as_written(value: Any) -> Decimal | None:
 
 def _six_digits(value: Any) -> str:
     return f"{Decimal(str(value)):.5e}"
-
-
-REWARD = Math()

@@ -69,7 +69,6 @@ class PythonCode(Reward[PythonCodeFlags]):
     data = "metadata or label: `inputs` and `outputs` (and `fn_name`), or `tests`"
     needs_label = False
     limit = "`--code-seconds` per test"
-    reads = ("code_share", "code_seconds", "code_memory", "code_processes", "allow_unsandboxed_code")
     own_flags = PythonCodeFlags
 
     def build(self, flags: PythonCodeFlags) -> Callable[[Sequence[Sample]], Rewards | Awaitable[Rewards]]:
@@ -235,9 +234,6 @@ def _runs_something(code: str) -> bool:
 
 def _refused(prompt: Prompt, fault: str) -> ValueError:
     return ValueError(f"--rm-type python_code: the tests of the prompt {prompt.source}: {fault}; correct the row")
-
-
-REWARD = PythonCode()
 
 
 # Names that programs use without an import, as the graders of LiveCodeBench, APPS and TACO provide them.

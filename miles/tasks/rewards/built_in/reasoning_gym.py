@@ -92,6 +92,3 @@ def _dataset(task: str, options: str) -> ProceduralDataset:
     import reasoning_gym as gym
 
     return gym.create_dataset(task, **json.loads(options))
-
-
-REWARD = ReasoningGym()

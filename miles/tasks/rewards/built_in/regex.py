@@ -39,7 +39,6 @@ class Regex(Reward[RegexFlags]):
     data = "label: a pattern, unless --reward-regex is given"
     instead_of_label = "reward_regex"
     limit = f"{SECONDS:g} s"
-    reads = ("reward_regex",)
     own_flags = RegexFlags
 
     def check(self, flags: RegexFlags, errors: Errors) -> None:
@@ -86,6 +85,3 @@ def matches(pattern: str, text: str) -> bool | None:
     except (re.error, RecursionError, OverflowError):
         return None
     return compiled.search(text) is not None
-
-
-REWARD = Regex()

@@ -48,7 +48,6 @@ class RemoteRm(Reward[RemoteRmFlags]):
     needs_label = False
     limit = "`--rm-url-timeout` per attempt"
     shared_limits = ("rm_url_concurrency",)
-    reads = ("rm_url", "rm_url_field", "rm_url_batch_size", "rm_url_concurrency", "rm_url_retries", "rm_url_timeout")
     own_flags = RemoteRmFlags
 
     def check(self, flags: RemoteRmFlags, errors: Errors) -> None:
@@ -121,6 +120,3 @@ def _row(sample: Sample) -> dict[str, Any]:
 
 def _as_text(value: Any) -> str:
     return one_line(f"{type(value).__name__} {value!r:.80}", 100)
-
-
-REWARD = RemoteRm()

@@ -21,6 +21,3 @@ class Zero(Reward[None]):
 def zero(samples: Sequence[Sample]) -> list[float]:
     """Return 0 for every sample. Scripts that distil a teacher name a function instead of a reward."""
     return [0.0] * len(samples)
-
-
-REWARD = Zero()

@@ -1,7 +1,9 @@
 import pytest
 
-from miles.tasks.rewards.built_in.deepscaler import REWARD as deepscaler
+from miles.tasks.rewards.built_in import REWARDS
 from miles.tasks.rewards.built_in.deepscaler import boxed_answer
+
+deepscaler = REWARDS["deepscaler"]
 
 
 @pytest.mark.parametrize(

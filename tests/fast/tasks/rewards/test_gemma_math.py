@@ -1,6 +1,8 @@
 import pytest
 
-from miles.tasks.rewards.built_in.gemma_math import REWARD as gemma_math
+from miles.tasks.rewards.built_in import REWARDS
+
+gemma_math = REWARDS["gemma_math"]
 
 
 @pytest.mark.parametrize(

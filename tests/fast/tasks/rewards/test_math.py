@@ -2,8 +2,10 @@ import logging
 
 import pytest
 
+from miles.tasks.rewards.built_in import REWARDS
 from miles.tasks.rewards.built_in import math as math_module
-from miles.tasks.rewards.built_in.math import REWARD as math
+
+math = REWARDS["math"]
 
 
 @pytest.mark.parametrize(

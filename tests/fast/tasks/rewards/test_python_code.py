@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from miles.base.text import InputError
 from miles.tasks.rewards import sandbox
 from miles.tasks.rewards.built_in import python_code
-from miles.tasks.rewards.built_in.python_code import REWARD, PythonCodeFlags, is_same, is_same_output, read_tests
+from miles.tasks.rewards.built_in.python_code import PythonCode, PythonCodeFlags, is_same, is_same_output, read_tests
 from miles.tasks.rewards.sandbox import CodeTest, Limits, Outcome, SandboxRefused, run_tests
 from miles.types.sample import Prompt
+
+REWARD = PythonCode()
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=3) | st.floats(allow_nan=False, allow_infinity=False),

@@ -1,6 +1,8 @@
 import pytest
 
-from miles.tasks.rewards.built_in.reasoning_gym import REWARD as reasoning_gym
+from miles.tasks.rewards.built_in import REWARDS
+
+reasoning_gym = REWARDS["reasoning_gym"]
 
 
 @pytest.mark.parametrize("task", ["gcd", "n_queens", "decimal_arithmetic"])

@@ -7,11 +7,10 @@ from hypothesis import strategies as st
 
 from miles.tasks.rewards.answer_text import plain_number
 from miles.tasks.rewards.built_in import REWARDS
-from miles.tasks.rewards.built_in.exact_match import REWARD as exact_match
 from miles.tasks.rewards.built_in.exact_match import ExactMatchFlags
-from miles.tasks.rewards.built_in.last_number import REWARD as last_number
 from miles.tasks.rewards.built_in.last_number import find_last_number
-from miles.tasks.rewards.built_in.length import REWARD as length
+
+exact_match, last_number, length = REWARDS["exact_match"], REWARDS["last_number"], REWARDS["length"]
 
 padding = st.text(" \n\t", max_size=3)
 words = st.text("abcxyz =,.!?$()\n", max_size=12)

@@ -34,7 +34,6 @@ class Overlong(Reward[OverlongFlags]):
     name = "overlong"
     summary = "0, falling to -1 over the last tokens before the length limit (DAPO's penalty)"
     needs_label = False
-    reads = ("overlong_max_len", "overlong_buffer_len")
     own_flags = OverlongFlags
 
     def check(self, flags: OverlongFlags, errors: Errors) -> None:
@@ -59,6 +58,3 @@ def overlong_penalty(tokens: int, limit: int, buffer: int) -> float:
     [0.0, -0.5, -1.0, -1.0]
     """
     return max(-1.0, min(0.0, (limit - buffer - tokens) / buffer))
-
-
-REWARD = Overlong()

@@ -25,7 +25,6 @@ class Repetition(Reward[RepetitionFlags]):
     name = "repetition"
     summary = "minus the share of repeated n-grams of tokens (a penalty)"
     needs_label = False
-    reads = ("repetition_ngram",)
     own_flags = RepetitionFlags
 
     def score(self, samples: Sequence[Sample], flags: RepetitionFlags) -> Rewards:
@@ -41,6 +40,3 @@ def repeated_share(tokens: Sequence[int], n: int) -> float:
     """
     ngrams = [tuple(tokens[start : start + n]) for start in range(len(tokens) - n + 1)]
     return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
-
-
-REWARD = Repetition()
