@@ -6,11 +6,13 @@ import logging
 import math
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 from miles.base.choices import Choice, F
 from miles.base.text import InputError, one_line
+from miles.tasks.rewards.subprocess_call import SubprocessCallTimeout, SubprocessDied, in_parallel
 from miles.types.sample import Prompt, Sample
 
 if TYPE_CHECKING:
@@ -139,7 +141,29 @@ class Reward(Choice[F]):
         return self.score(samples, cast(F, self.own_flags and self.own_flags()))
 
 
-# Log the answers that a built-in reward cannot judge.
+class SubprocessReward(Reward[F]):
+    """A reward that judges each answer in ``subprocess_call``. One that ends there too late or dies is scored 0."""
+
+    @abstractmethod
+    def judge(self, sample: Sample, flags: F) -> float:
+        """Return the reward of one sample.
+
+        Raises:
+            ValueError: The prompt lacks the value that the reward compares with; the message names the prompt.
+            SubprocessCallTimeout: Judging it took too long.
+            SubprocessDied: Judging it killed the process.
+        """
+
+    def score(self, samples: Sequence[Sample], flags: F) -> Rewards:
+        """Judge the samples in several processes."""
+        return in_parallel(partial(self._judge_or_log, flags=flags), samples)
+
+    def _judge_or_log(self, sample: Sample, flags: F) -> float:
+        try:
+            return self.judge(sample, flags)
+        except (SubprocessCallTimeout, SubprocessDied) as error:
+            log_no_verdict(self.name, sample, error)
+            return 0.0
 
 
 _logger = logging.getLogger(__name__)

@@ -27,7 +27,6 @@ import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, BinaryIO, TypeVar
 
@@ -51,35 +50,19 @@ class SubprocessDied(Exception):
     """The process of the call ended before it returned."""
 
 
-class PreparationError(Exception):
-    """The preparation of the call failed, and so would the preparation of any other."""
-
-
-@dataclass(frozen=True)
-class Preparation:
-    """A call that comes first and is not part of the time of the call itself. It keeps its result in its process."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    seconds: float
-
-
-def subprocess_call(
-    function: Callable[..., Any], *args: Any, seconds: float, preparation: Preparation | None = None
-) -> Any:
+def subprocess_call(function: Callable[..., Any], *args: Any, seconds: float) -> Any:
     """Call ``function(*args)`` in one of at most ``MAX_CHILDREN`` child processes; blocks, and may run in any thread.
 
     ``function`` is a top-level function; it, ``args`` and the result must pickle. Raises the errors of ``function``,
-    ``SubprocessCallTimeout`` after ``seconds`` of processor time or ``WALL_SECONDS`` times as many of wall time,
-    ``SubprocessDied`` if the process ends another way, and ``PreparationError`` if the preparation raises. The time
-    starts once the child has imported the function's module with its ``SLOW_IMPORTS``, called its ``warm_up`` if it has
-    one, and made the ``preparation``.
+    ``SubprocessCallTimeout`` after ``seconds`` of processor time or ``WALL_SECONDS`` times as many of wall time, and
+    ``SubprocessDied`` if the process ends another way. The time starts once the child has imported the function's
+    module with its ``SLOW_IMPORTS``, and called its ``warm_up`` if it has one.
     """
     child = _idle.get()  # waits while all are busy
     try:
         if child is None:
             child = _Child(function.__module__)
-        return child.call(function, args, seconds, preparation)
+        return child.call(function, args, seconds)
     finally:
         _idle.put(child if child is not None and child.alive else None)
 
@@ -104,11 +87,9 @@ class _Child:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def call(
-        self, function: Callable[..., Any], args: tuple[Any, ...], seconds: float, preparation: Preparation | None
-    ) -> Any:
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], seconds: float) -> Any:
         assert self._process.stdin is not None and self._process.stdout is not None
-        request = pickle.dumps((seconds, function, args, preparation))
+        request = pickle.dumps((seconds, function, args))
         try:
             self._process.stdin.write(request)
             self._process.stdin.flush()
@@ -175,34 +156,27 @@ def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     while True:
         try:
-            seconds, function, args, preparation = pickle.load(requests)
+            seconds, function, args = pickle.load(requests)
         except EOFError:
             return
         try:
             _import_with_libraries(function.__module__)
-            if preparation is not None:
-                _prepare(preparation)
-            _limit(seconds)
+            limit_time(seconds)
             reply = (_RETURNED, function(*args))
         except Exception as error:
             reply = (_RAISED, error)
-        _limit(0)
+        limit_time(0)
         replies.write(_pickled(reply))
         replies.flush()
 
 
-def _limit(seconds: float) -> None:
-    """End this process after so many seconds of processor time (0: never). The signals have their default action."""
+def limit_time(seconds: float) -> None:
+    """End this process after so many more seconds of processor time (0: never), or ``WALL_SECONDS`` times as many.
+
+    A function that ``subprocess_call`` calls may call it to begin its time anew. The signals have their default action.
+    """
     signal.setitimer(signal.ITIMER_PROF, seconds)
     signal.setitimer(signal.ITIMER_REAL, WALL_SECONDS * seconds)
-
-
-def _prepare(preparation: Preparation) -> None:
-    _limit(preparation.seconds)
-    try:
-        preparation.function(*preparation.args)
-    except Exception as error:
-        raise PreparationError(f"{preparation.function.__name__} raised {type(error).__name__}: {error}") from error
 
 
 def _pickled(reply: tuple[int, Any]) -> bytes:

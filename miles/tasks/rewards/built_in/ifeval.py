@@ -1,16 +1,15 @@
 """``--rm-type ifeval``: whether an answer follows instructions that a program can check (IFEval, arXiv 2311.07911)."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
 from miles.base.flags import flag
 from miles.base.text import one_line
 from miles.tasks.rewards.answer_text import after_reasoning, reference_object
-from miles.tasks.rewards.base import Reward, Rewards, log_no_verdict
-from miles.tasks.rewards.subprocess_call import SubprocessCallTimeout, SubprocessDied, in_parallel, subprocess_call
+from miles.tasks.rewards.base import SubprocessReward
+from miles.tasks.rewards.subprocess_call import subprocess_call
 from miles.types.sample import Prompt, Sample
 
 SLOW_IMPORTS = ("if_verifiable.ifeval",)  # subprocess_call imports them before the time starts
@@ -29,7 +28,7 @@ class IfevalFlags:
     )
 
 
-class Ifeval(Reward[IfevalFlags]):
+class Ifeval(SubprocessReward[IfevalFlags]):
     """1 if the answer follows all instructions of its prompt, else 0; the share of them with ``--ifeval-share``.
 
     The package if-verifiable checks what follows the reasoning: 25 kinds of instructions, from google/IFEval, whose
@@ -50,24 +49,16 @@ class Ifeval(Reward[IfevalFlags]):
         """Check that the row has instructions."""
         _instructions(prompt)
 
-    def score(self, samples: Sequence[Sample], flags: IfevalFlags) -> Rewards:
+    def judge(self, sample: Sample, flags: IfevalFlags) -> float:
         """Check the instructions."""
-        return in_parallel(partial(_score, share=flags.ifeval_share, loose=flags.ifeval_loose), samples)
-
-
-def _score(sample: Sample, share: bool, loose: bool) -> float:
-    kinds, arguments = _instructions(sample.prompt)
-    answer = after_reasoning(sample.response)
-    try:
-        followed, fault = subprocess_call(
-            followed_share, answer, sample.prompt.text, kinds, arguments, loose, seconds=SECONDS
+        kinds, arguments = _instructions(sample.prompt)
+        answer = after_reasoning(sample.response)
+        share, fault = subprocess_call(
+            followed_share, answer, sample.prompt.text, kinds, arguments, flags.ifeval_loose, seconds=SECONDS
         )
-    except (SubprocessCallTimeout, SubprocessDied) as error:
-        log_no_verdict("ifeval", sample, error)
-        return 0.0
-    if fault is not None:
-        raise _refused(sample.prompt, fault)
-    return float(followed if share else followed == 1.0)
+        if fault is not None:
+            raise _refused(sample.prompt, fault)
+        return float(share if flags.ifeval_share else share == 1.0)
 
 
 def followed_share(

@@ -1,10 +1,9 @@
 """``--rm-type json_schema``: whether the answer is JSON that a schema accepts."""
 
 import json
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from functools import partial
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn, Optional
 
@@ -12,8 +11,8 @@ from miles.base import strict_json
 from miles.base.flags import Errors, flag
 from miles.base.text import one_line
 from miles.tasks.rewards.answer_text import final_answer, last_code_block
-from miles.tasks.rewards.base import Reward, Rewards, log_no_verdict
-from miles.tasks.rewards.subprocess_call import SubprocessCallTimeout, SubprocessDied, in_parallel, subprocess_call
+from miles.tasks.rewards.base import SubprocessReward
+from miles.tasks.rewards.subprocess_call import subprocess_call
 from miles.types.sample import Prompt, Sample
 
 SLOW_IMPORTS = ("jsonschema",)  # subprocess_call imports them before the time starts
@@ -32,7 +31,7 @@ class JsonSchemaFlags:
     )
 
 
-class JsonSchema(Reward[JsonSchemaFlags]):
+class JsonSchema(SubprocessReward[JsonSchemaFlags]):
     """1 if the answer is one JSON value that the schema accepts, else 0.
 
     The answer is the last block of code marked ``json``, else the last without a mark, else what follows the reasoning
@@ -63,38 +62,26 @@ class JsonSchema(Reward[JsonSchemaFlags]):
             if fault is not None:
                 errors.refuse("reward_json_schema", path, f"is no JSON schema ({fault})", "correct the file")
 
-    def build(self, flags: JsonSchemaFlags) -> Callable[[Sequence[Sample]], Rewards]:
-        """Return the scoring function, which keeps the schema of the file at present."""
-        score = partial(_score, common=_read_schema(flags))
-        return lambda samples: in_parallel(score, samples)
-
     def check_prompt(self, prompt: Prompt, flags: JsonSchemaFlags) -> None:
         """Check that the row has a schema."""
         if flags.reward_json_schema is None and (fault := fault_of_schema(_schema_of(prompt))) is not None:
             raise _no_schema(prompt, fault)
 
-    def score(self, samples: Sequence[Sample], flags: JsonSchemaFlags) -> Rewards:
-        """Check the answers."""
-        return in_parallel(partial(_score, common=_read_schema(flags)), samples)
-
-
-def _read_schema(flags: JsonSchemaFlags) -> Any:
-    path = flags.reward_json_schema
-    return None if path is None else strict_json.loads(Path(path).read_text(encoding="utf-8"))
-
-
-def _score(sample: Sample, common: Any) -> float:
-    schema = _schema_of(sample.prompt) if common is None else common
-    block = last_code_block(sample.response, "json")
-    answer = final_answer(sample.response) if block is None else block.strip()
-    try:
+    def judge(self, sample: Sample, flags: JsonSchemaFlags) -> float:
+        """Check the answer."""
+        path = flags.reward_json_schema
+        schema = _schema_of(sample.prompt) if path is None else _read_schema(path)
+        block = last_code_block(sample.response, "json")
+        answer = final_answer(sample.response) if block is None else block.strip()
         accepted, fault = subprocess_call(is_accepted, json.dumps(schema), answer, seconds=SECONDS)
-    except (SubprocessCallTimeout, SubprocessDied) as error:
-        log_no_verdict("json_schema", sample, error)
-        return 0.0
-    if fault is not None:
-        raise _no_schema(sample.prompt, fault)
-    return float(accepted)
+        if fault is not None:
+            raise _no_schema(sample.prompt, fault)
+        return float(accepted)
+
+
+@cache  # a run uses the schema that it reads first
+def _read_schema(path: str) -> Any:
+    return strict_json.loads(Path(path).read_text(encoding="utf-8"))
 
 
 def is_accepted(schema: str, answer: str) -> tuple[bool, str | None]:

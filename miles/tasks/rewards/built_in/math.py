@@ -3,12 +3,12 @@
 import logging
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
 from miles.tasks.rewards.answer_text import after_reasoning, reference_text, tagged_answer
-from miles.tasks.rewards.base import Reward, Rewards, log_no_verdict
+from miles.tasks.rewards.base import SubprocessReward
 from miles.tasks.rewards.math_text import (
     choice_of,
     contradict,
@@ -18,7 +18,7 @@ from miles.tasks.rewards.math_text import (
     scaled,
     spelled_numbers,
 )
-from miles.tasks.rewards.subprocess_call import SubprocessCallTimeout, SubprocessDied, in_parallel, subprocess_call
+from miles.tasks.rewards.subprocess_call import subprocess_call
 from miles.types.sample import Prompt, Sample
 
 SECONDS = 1.0  # of processor time per sample; an ordinary one takes about ten milliseconds
@@ -37,7 +37,7 @@ _FORMULA = re.compile(r"\s*(?:\$\$?|\\\(|\\\[)(?P<content>(?:[^$\\]|\\[^()\[\]])
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeouts are off; ours are on
 
 
-class ComparedAsMathematics(Reward[None]):
+class ComparedAsMathematics(SubprocessReward[None]):
     """A reward of 1 if the answer in a response equals the label mathematically, else 0."""
 
     data = "label: LaTeX or a number"
@@ -47,17 +47,16 @@ class ComparedAsMathematics(Reward[None]):
         """Check the label."""
         readable_label(prompt, self.name)
 
-    def score(self, samples: Sequence[Sample], flags: None) -> Rewards:
-        """Compare answers and labels."""
-        return in_parallel(self._score, samples)
-
     @abstractmethod
     def answer(self, response: str) -> str | None:
         """Return the text that is searched for the answer; None if there is no answer."""
 
-    def _score(self, sample: Sample) -> float:
+    def judge(self, sample: Sample, flags: None) -> float:
+        """Compare the answer with the label."""
         answer = self.answer(sample.response)
-        return 0.0 if answer is None else score_answer(sample, answer, self.name)
+        if answer is None:
+            return 0.0
+        return float(subprocess_call(is_equal, readable_label(sample.prompt, self.name), answer, seconds=SECONDS))
 
 
 class Math(ComparedAsMathematics):
@@ -79,25 +78,6 @@ class Math(ComparedAsMathematics):
         if tagged is None or final_boxes(text) is not None:
             return text
         return tagged if _INLINE.search(tagged) or _PROSE.search(tagged.strip()) else f"\\boxed{{{tagged}}}"
-
-
-def score_answer(sample: Sample, answer: str, rm_type: str) -> float:
-    """Score 1 if ``answer`` equals the label of ``sample``, else 0.
-
-    Args:
-        sample: The sample.
-        answer: The text that is searched for the answer.
-        rm_type: The reward's name, for messages.
-
-    Raises:
-        ValueError: The label is not mathematics.
-    """
-    label = readable_label(sample.prompt, rm_type)
-    try:
-        return float(subprocess_call(is_equal, label, answer, seconds=SECONDS))
-    except (SubprocessCallTimeout, SubprocessDied) as error:
-        log_no_verdict(rm_type, sample, error)
-        return 0.0
 
 
 def readable_label(prompt: Prompt, rm_type: str) -> str:

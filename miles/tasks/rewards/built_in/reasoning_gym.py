@@ -9,7 +9,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from miles.tasks.rewards.base import Reward, Rewards, log_no_verdict
-from miles.tasks.rewards.subprocess_call import Preparation, PreparationError, in_parallel, subprocess_call
+from miles.tasks.rewards.subprocess_call import in_parallel, limit_time, subprocess_call
 from miles.types.sample import Sample
 
 if TYPE_CHECKING:
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 SLOW_IMPORTS = ("reasoning_gym",)  # subprocess_call imports them before the time starts
 SECONDS = 1.0  # of processor time per sample
 SECONDS_TO_PREPARE = 60.0  # for making the task's data set, once per process
+
+
+class PreparationError(Exception):
+    """The task's data set cannot be made, and so could not be made for any other answer."""
 
 
 class ReasoningGym(Reward[None]):
@@ -52,16 +56,9 @@ def score_alone(sample: Sample) -> float:
             f"--prompt-data reasoning_gym:TASK, or another --rm-type"
         )
     options = json.dumps(origin["options"], sort_keys=True)
-    preparation = Preparation(_dataset, (origin["task"], options), SECONDS_TO_PREPARE)
     try:
         scored: float = subprocess_call(
-            score_response,
-            origin["task"],
-            options,
-            sample.response,
-            origin["entry"],
-            seconds=SECONDS,
-            preparation=preparation,
+            score_response, origin["task"], options, sample.response, origin["entry"], seconds=SECONDS
         )
     except PreparationError:
         raise
@@ -79,11 +76,20 @@ def score_response(task: str, options: str, response: str, entry: dict[str, Any]
 
     The answer is searched for here, in the child process: the library's pattern takes quadratic time on tags that are
     not closed, and no other thread runs meanwhile.
+
+    Raises:
+        PreparationError: The task makes no data set of these options, for any answer.
     """
     from reasoning_gym.utils import extract_answer
 
+    limit_time(SECONDS_TO_PREPARE)
+    try:
+        dataset = _dataset(task, options)
+    except Exception as error:
+        raise PreparationError(f"_dataset raised {type(error).__name__}: {error}") from error
+    limit_time(SECONDS)
     tagged = extract_answer(response)
-    return float(_dataset(task, options).score_answer(response.strip() if tagged is None else tagged, entry))
+    return float(dataset.score_answer(response.strip() if tagged is None else tagged, entry))
 
 
 @lru_cache

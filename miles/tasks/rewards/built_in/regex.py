@@ -1,16 +1,14 @@
 """``--rm-type regex``: whether a pattern is found in the answer."""
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Optional
 
 from miles.base.flags import Errors, flag
 from miles.base.text import one_line
 from miles.tasks.rewards.answer_text import after_reasoning, reference_text
-from miles.tasks.rewards.base import Reward, Rewards, log_no_verdict
-from miles.tasks.rewards.subprocess_call import SubprocessCallTimeout, SubprocessDied, in_parallel, subprocess_call
+from miles.tasks.rewards.base import SubprocessReward
+from miles.tasks.rewards.subprocess_call import subprocess_call
 from miles.types.sample import Prompt, Sample
 
 SECONDS = 1.0  # of processor time per answer: a pattern may take exponential time
@@ -27,7 +25,7 @@ class RegexFlags:
     )
 
 
-class Regex(Reward[RegexFlags]):
+class Regex(SubprocessReward[RegexFlags]):
     r"""1 if the pattern is found in what follows the reasoning, else 0.
 
     The pattern may be found anywhere: begin it with ``\A\s*`` and end it with ``\s*\Z`` to ask for the whole answer. A
@@ -54,21 +52,14 @@ class Regex(Reward[RegexFlags]):
         if flags.reward_regex is None and matches(reference_text(prompt, "regex"), "") is None:
             raise _no_pattern(prompt)
 
-    def score(self, samples: Sequence[Sample], flags: RegexFlags) -> Rewards:
+    def judge(self, sample: Sample, flags: RegexFlags) -> float:
         """Search for the pattern."""
-        return in_parallel(partial(_score, pattern=flags.reward_regex), samples)
-
-
-def _score(sample: Sample, pattern: str | None) -> float:
-    wanted = reference_text(sample.prompt, "regex") if pattern is None else pattern
-    try:
-        verdict = subprocess_call(matches, wanted, after_reasoning(sample.response), seconds=SECONDS)
-    except (SubprocessCallTimeout, SubprocessDied) as error:
-        log_no_verdict("regex", sample, error)
-        return 0.0
-    if verdict is None:
-        raise _no_pattern(sample.prompt)
-    return float(verdict)
+        common = flags.reward_regex
+        pattern = reference_text(sample.prompt, "regex") if common is None else common
+        verdict = subprocess_call(matches, pattern, after_reasoning(sample.response), seconds=SECONDS)
+        if verdict is None:
+            raise _no_pattern(sample.prompt)
+        return float(verdict)
 
 
 def _no_pattern(prompt: Prompt) -> ValueError:

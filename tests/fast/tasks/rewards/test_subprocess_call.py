@@ -12,10 +12,10 @@ from miles.tasks.rewards.subprocess_call import (
     MAX_CHILDREN,
     MEMORY,
     WALL_SECONDS,
-    Preparation,
     SubprocessCallTimeout,
     SubprocessDied,
     in_parallel,
+    limit_time,
     subprocess_call,
 )
 
@@ -82,11 +82,18 @@ def test_memory_is_bounded():
         subprocess_call(bytearray, MEMORY, seconds=10)
 
 
-def test_a_preparation_has_its_own_time():
-    slow = Preparation(time.sleep, (1.0 + WALL_SECONDS * 0.25,), 10)  # longer than the call has, 2 s of wall time
-    assert subprocess_call(abs, -1, seconds=0.25, preparation=slow) == 1
+def prepare_and_search(preparation, seconds, n):
+    limit_time(10)
+    time.sleep(preparation)
+    limit_time(seconds)
+    return pow(9, n)
+
+
+def test_a_preparation_may_have_its_own_time():
+    longer = 1.0 + WALL_SECONDS * 0.25  # than the 2 s of wall time that the call has
+    assert subprocess_call(prepare_and_search, longer, 0.25, 2, seconds=0.25) == 81
     with pytest.raises(SubprocessCallTimeout):
-        subprocess_call(abs, -1, seconds=0.2, preparation=Preparation(pow, (9, 9**9), 0.2))
+        subprocess_call(prepare_and_search, 0, 0.2, 9**9, seconds=0.2)
 
 
 def test_calls_in_parallel_keep_their_order():
