@@ -36,20 +36,14 @@ class EvalSet:
 
 async def evaluate(
     eval_sets: Sequence[EvalSet], tools: GroupTools, seed: int
-) -> tuple[dict[str, Metric], list[Sample]]:
-    """Return the metrics of every set, and all scored samples in the order of sets, prompts and seeds.
+) -> list[tuple[dict[str, Metric], list[Sample]]]:
+    """Return the metrics of each set and its scored samples, in the order of prompts and seeds.
 
     The metrics are ``eval/<name>/…``: reward (the mean), also as accuracy if every reward is 0 or 1,
     reward_parts/NAME, response_length, truncated_fraction, aborted_fraction, reward_errors and, with more than one
     sample per prompt, pass@k for powers of two. The prompts of all sets are in flight together.
     """
-    per_set = await gather_or_cancel(_evaluate_set(eval_set, tools, seed) for eval_set in eval_sets)
-    metrics: dict[str, Metric] = {}
-    samples: list[Sample] = []
-    for set_metrics, set_samples in per_set:
-        metrics |= set_metrics
-        samples += set_samples
-    return metrics, samples
+    return await gather_or_cancel(_evaluate_set(eval_set, tools, seed) for eval_set in eval_sets)
 
 
 async def _evaluate_set(eval_set: EvalSet, tools: GroupTools, seed: int) -> tuple[dict[str, Metric], list[Sample]]:

@@ -12,7 +12,6 @@ from numbers import Real
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from miles.base.threads import gather_or_cancel
 from miles.base.user_code import load_function, user_code_in_thread
 from miles.config.functions import flags_view
 from miles.config.rollout import RolloutArguments
@@ -470,8 +469,8 @@ def evaluation_of(settings: Settings, eval_sets: list[EvalSet], tools: GroupTool
     args = flags_view(settings)
 
     async def evaluate_sets() -> dict[str, float]:
-        metrics, _ = await evaluate(eval_sets, tools, settings.data.rollout_seed)
-        return {name: metric.value for name, metric in metrics.items()}
+        per_set = await evaluate(eval_sets, tools, settings.data.rollout_seed)
+        return {name: metric.value for metrics, _ in per_set for name, metric in metrics.items()}
 
     async def call(version: int) -> dict[str, Metric]:
         tools_at_version = EvaluationTools(
@@ -490,10 +489,8 @@ def _built_in_evaluation(settings: Settings, eval_sets: list[EvalSet], tools: Gr
     seed = settings.data.rollout_seed
 
     async def call(version: int) -> dict[str, Metric]:
-        per_set = await gather_or_cancel(evaluate([eval_set], tools, seed) for eval_set in eval_sets)
-        metrics: dict[str, Metric] = {}
-        for set_metrics, _ in per_set:
-            metrics |= set_metrics
+        per_set = await evaluate(eval_sets, tools, seed)
+        metrics = {name: metric for set_metrics, _ in per_set for name, metric in set_metrics.items()}
         if function is None:
             return metrics
         data = {

@@ -21,14 +21,13 @@ from typing import Any
 from miles.base.profiling import waiting
 from miles.base.threads import in_thread
 from miles.base.tokenizer import tokenizer_of_process
-from miles.base.user_code import user_code_in_thread
+from miles.base.user_code import load_function, user_code_in_thread
 from miles.config.functions import flags_view
 from miles.config.inputs import load_training_prompts
 from miles.config.model import local_vocab_size
 from miles.config.rollout import RolloutArguments
 from miles.config.settings import Settings
 from miles.engine.base import EngineHost
-from miles.models.tokenizer_files import save_tokenizer
 from miles.rollout.collect import BurstCollector, ConversationCollector, GroupCollector, ScoredGroups
 from miles.rollout.debug_data import SavedGroups, save_rollout
 from miles.rollout.evaluate import load_eval_sets
@@ -49,7 +48,14 @@ from miles.rollout.stream_collector import StreamCollector
 from miles.rollout.workers.pool import InterruptibleWorkers, StartWorker
 from miles.tasks.data.custom_source import CustomStream
 from miles.tasks.data.prompts import RowReader
-from miles.tasks.data.stream import CurriculumStream, Mixture, NamedSet, PromptStream, TrainingStream, load_curriculum
+from miles.tasks.data.stream import (
+    CURRICULUM_FLAG,
+    CurriculumStream,
+    Mixture,
+    NamedSet,
+    PromptStream,
+    TrainingStream,
+)
 from miles.types.metrics import Metric
 from miles.types.weights import WeightChunk
 
@@ -61,11 +67,6 @@ class CollectedIteration:
     scored: ScoredGroups
     prompts_after: dict[str, Any]
     load: dict[str, Metric]
-
-    @property
-    def metrics(self) -> dict[str, Metric]:
-        """The metrics of the groups, and of the engine's load."""
-        return self.scored.metrics | self.load
 
 
 @dataclass(eq=False)
@@ -110,7 +111,7 @@ class RolloutPipeline:
             self._positions[start.iteration] = self.collector.state()
             began = time.perf_counter()
             scored = await self._collect(start.iteration)
-            load = {} if self.producer.load is None else self.producer.load.metrics()
+            load = self.producer.load_metrics()
             prompts_after = self.collector.state()
             if self.rollout.save_debug_rollout_data is not None:
                 path = self.rollout.save_debug_rollout_data
@@ -173,14 +174,6 @@ class RolloutPipeline:
         if self.stream is not None and state:
             self.stream.restore(state)
 
-    def progress(self) -> tuple[int, int] | None:
-        """Return how many groups of the iteration in progress are ready, and of how many; None if that is not known."""
-        return self.collector.progress
-
-    def save_tokenizer(self, folder: str) -> None:
-        """Add the tokenizer to a Hugging Face export, and the processor of a model that reads images."""
-        save_tokenizer(self.tokenizer, folder)
-
 
 @dataclass(frozen=True)
 class Supply:
@@ -220,7 +213,7 @@ def build_supply(settings: Settings, tokenizer: Any) -> Supply:
             weights,
             data.rollout_shuffle,
             data.rollout_seed,
-            function=load_curriculum(path),
+            function=load_function(path, CURRICULUM_FLAG),
             path=path,
             num_iterations=iterations_of(rollout, num_prompts),
         )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -34,16 +33,18 @@ if TYPE_CHECKING:
     from miles.rollout.agents.generator import SessionGenerator
 
 
-class EngineLoad:
+class MeteredEngine(EngineWrapper):
     """Adds up the time with requests, from the first request on, and from each reading on.
 
     A response is in flight from its request to its answer, also while it waits for a slot in the engine.
 
     Args:
+        engine: Answers the requests.
         clock: Returns seconds.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, engine: Engine, clock: Callable[[], float] = time.perf_counter) -> None:
+        super().__init__(engine)
         self._clock = clock
         self._began: float | None = None  # the start of the sum; None before the first request
         self._counted = 0.0  # the time up to which seconds are added up
@@ -51,16 +52,15 @@ class EngineLoad:
         self._busy = 0.0  # seconds with a response in flight
         self._response_seconds = 0.0
 
-    @contextmanager
-    def answering(self, responses: int) -> Iterator[None]:
-        """Count ``responses`` as in flight until the block ends, even by an error."""
+    async def generate(self, request: GenerationRequest) -> list[Generation]:
+        """Return what the engine answers."""
         self._count()
-        self._in_flight += responses
+        self._in_flight += len(request.seeds)
         try:
-            yield
+            return await super().generate(request)
         finally:
             self._count()
-            self._in_flight -= responses
+            self._in_flight -= len(request.seeds)
 
     def metrics(self) -> dict[str, Metric]:
         """Return what was measured since the last reading, and reset it; empty before the first request.
@@ -88,34 +88,19 @@ class EngineLoad:
         self._counted = now
 
 
-class MeteredEngine(EngineWrapper):
-    """Reports each request to ``load``."""
-
-    def __init__(self, engine: Engine, load: EngineLoad) -> None:
-        super().__init__(engine)
-        self._load = load
-
-    async def generate(self, request: GenerationRequest) -> list[Generation]:
-        """Return what the engine answers."""
-        with self._load.answering(len(request.seeds)):
-            return await super().generate(request)
-
-
 @dataclass(frozen=True)
 class GroupProducer:
     """Holds what produces groups. It is empty if nothing is generated (saved samples, no evaluation).
 
     Attributes:
         engine: Generates.
-        tools: The tools of evaluation; their engine measures its load, and their workers use the servers of ``engine``.
-        load: Measures the requests to the engine; None with generation workers.
+        tools: The tools of evaluation. Their engine measures its load, unless they have workers, which use its servers.
         teacher: Scores the samples of groups that are trained on.
         agents: Runs agent programs.
     """
 
     engine: Engine | None = None
     tools: GroupTools | None = None
-    load: EngineLoad | None = None
     teacher: ServedTeacher | None = None
     agents: SessionGenerator | None = None
 
@@ -123,6 +108,11 @@ class GroupProducer:
     def workers(self) -> WorkerPool | None:
         """The processes that produce groups; None if this one does."""
         return None if self.tools is None else self.tools.workers
+
+    def load_metrics(self) -> dict[str, Metric]:
+        """Return the load of the engine since the last call; empty with generation workers, which do not measure it."""
+        engine = None if self.tools is None else self.tools.engine
+        return engine.metrics() if isinstance(engine, MeteredEngine) else {}
 
     @property
     def training_tools(self) -> GroupTools | None:
@@ -172,11 +162,9 @@ async def start_producer(
     engine = await start_engine(settings, host)
     tools = GroupTools(engine, tokenizer, generate, function, reward.reward_error_value, reward.drops_errors)
     workers_wanted = settings.rollout.num_rollout_workers
-    load = None
     try:
         if workers_wanted == 1:
-            load = EngineLoad()
-            tools = replace(tools, engine=MeteredEngine(engine, load))
+            tools = replace(tools, engine=MeteredEngine(engine))
         else:
             assert isinstance(engine, SharesServers) and worker_starter is not None, "validate() refuses other engines"
             replaces = settings.sglang.use_fault_tolerance
@@ -186,4 +174,4 @@ async def start_producer(
     except BaseException:
         await engine.close()
         raise
-    return GroupProducer(engine, tools, load, connect_teacher(settings), agents)
+    return GroupProducer(engine, tools, connect_teacher(settings), agents)

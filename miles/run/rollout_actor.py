@@ -31,6 +31,7 @@ from miles.config.host_share import sharers_of_engine
 from miles.config.settings import Settings
 from miles.engine.base import EngineHost
 from miles.engine.weight_sync.deltas import copied
+from miles.models.tokenizer_files import save_tokenizer
 from miles.objective.chosen import build_objective
 from miles.observe.sample_records import SampleRecorder, StoredSamples, token_columns_of
 from miles.rollout.ordering import IterationPlanner, OrderingRule, Start
@@ -333,8 +334,8 @@ class RolloutActor(ProfiledActor):
                 shards, samples = await user_code_in_thread(self._convert, start.iteration, collected.scored.groups)
         except NoPromptsLeft:
             return None, *([] for _ in range(self._settings.dims.replicas))
-        metrics = collected.metrics | {"perf/rollout_memory_gib": Metric(resident_bytes() / GIB)}
-        summary = IterationSummary(metrics, samples, collected.prompts_after)
+        memory = {"perf/rollout_memory_gib": Metric(resident_bytes() / GIB)}
+        summary = IterationSummary(collected.scored.metrics | collected.load | memory, samples, collected.prompts_after)
         return summary, *(shards[rank] for rank in self._settings.dims.first_token_ranks)
 
     async def generate_stored(self, start: Start) -> tuple[Any, ...]:
@@ -402,8 +403,8 @@ class RolloutActor(ProfiledActor):
         return [*traces, *await self.pipeline.producer.stop_profile()]
 
     async def save_tokenizer(self, folder: str) -> None:
-        """Add the tokenizer to a Hugging Face export."""
-        self.pipeline.save_tokenizer(folder)
+        """Add the tokenizer to a Hugging Face export, and the processor of a model that reads images."""
+        save_tokenizer(self.pipeline.tokenizer, folder)
 
     @ray.method(concurrency_group=REPORT)
     async def describe(self) -> str:
@@ -417,7 +418,7 @@ class RolloutActor(ProfiledActor):
     @ray.method(concurrency_group=REPORT)
     async def progress(self) -> tuple[int, int] | None:
         """Return how many groups of the iteration in progress are ready, and of how many; None if it is not known."""
-        return None if self._built is None else self._built.progress()
+        return None if self._built is None else self._built.collector.progress
 
     @ray.method(concurrency_group=REPORT)
     async def end_process(self) -> None:

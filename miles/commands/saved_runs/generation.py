@@ -147,7 +147,7 @@ async def evaluate_sets(settings: Settings, sets: Sequence[str], samples_per_pro
 
 
 async def _evaluate(eval_set: EvalSet, tools: GroupTools, seed: int) -> SetResult:
-    metrics, samples = await evaluate([eval_set], tools, seed)
+    [(metrics, samples)] = await evaluate([eval_set], tools, seed)
     values = {name.removeprefix(f"eval/{eval_set.name}/"): metric.value for name, metric in metrics.items()}
     groups = [PromptGroup(number, prompt) for number, prompt in enumerate(eval_set.prompts)]
     for sample in samples:

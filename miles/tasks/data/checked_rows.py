@@ -340,8 +340,7 @@ class PromptSet(Sequence[P]):
         """
         self._rows, self._numbers = rows, verdict.usable
         self._make, self._unrendered = make, unrendered
-        self.verdict, self.dropped = verdict, verdict.dropped
-        self.limit = limit
+        self.verdict, self.limit = verdict, limit
 
     def __len__(self) -> int:
         """Return the number of prompts."""

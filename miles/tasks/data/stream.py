@@ -1,7 +1,6 @@
 """The endless order in which prompts are drawn, and a position in it to resume from."""
 
 import hashlib
-import inspect
 import json
 import logging
 import random
@@ -13,7 +12,6 @@ from functools import cached_property, lru_cache
 from typing import Any, NoReturn, TypeAlias
 
 from miles.base.text import InputError
-from miles.base.user_code import load_function
 from miles.tasks.data.checked_rows import PromptSet
 from miles.tasks.data.settings import fault_of_weights
 from miles.types.sample import Prompt, PromptGroup
@@ -303,7 +301,6 @@ class Mixture(TrainingStream):
         """Start at the first prompt of every set."""
         assert len(sets) == len(weights) > 0
         self.sets = tuple(sets)
-        self._order = {"shuffle": shuffle, "seed": seed}
         self._streams = [PromptStream(each.prompts, shuffle, seed) for each in sets]
         self._initial_weights = list(weights)
         self._weights = list(weights)
@@ -485,24 +482,6 @@ class Curriculum:
 
 
 CurriculumFunction: TypeAlias = Callable[[Curriculum], "Mapping[str, float] | Sequence[Place] | None"]
-
-
-def load_curriculum(path: str) -> CurriculumFunction:
-    """Import the function at ``path``.
-
-    Raises:
-        InputError: It cannot be imported, or cannot be called with one argument.
-    """
-    function = load_function(path, CURRICULUM_FLAG)
-    try:
-        inspect.signature(function).bind(None)
-    except TypeError:
-        signature = inspect.signature(function)
-        raise InputError(
-            f"{CURRICULUM_FLAG} {path}: its signature is {signature}, and it must take one Curriculum "
-            "(miles.tasks.data.stream); give it this signature"
-        ) from None
-    return function
 
 
 class CurriculumStream(Mixture):

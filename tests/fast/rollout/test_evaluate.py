@@ -15,7 +15,9 @@ async def first_of_each(samples):
 
 
 async def evaluated(engine, tokenizer, eval_sets, seed=1):
-    return await evaluate(eval_sets, GroupTools(engine, tokenizer, generate_group, first_of_each), seed)
+    per_set = await evaluate(eval_sets, GroupTools(engine, tokenizer, generate_group, first_of_each), seed)
+    samples = [sample for _, set_samples in per_set for sample in set_samples]
+    return {name: metric for metrics, _ in per_set for name, metric in metrics.items()}, samples
 
 
 def eval_set(name="held", samples_per_prompt=4, **options):
@@ -37,7 +39,7 @@ async def test_a_mean_of_other_rewards_than_0_and_1_is_no_accuracy(scripted_engi
         return [0.5 * (s.prompt.label > 0) for s in samples]
 
     tools = GroupTools(scripted_engine(), tokenizer, generate_group, half)
-    metrics, _ = await evaluate([eval_set()], tools, 1)
+    [(metrics, _)] = await evaluate([eval_set()], tools, 1)
     assert metrics["eval/held/reward"].value == pytest.approx(1 / 3) and "eval/held/accuracy" not in metrics
 
 
@@ -73,7 +75,7 @@ async def test_a_trajectory_of_several_samples_is_one_answer(scripted_engine, to
         return replace(made, samples=[made.samples[0], *made.samples])
 
     tools = GroupTools(scripted_engine(), tokenizer, first_in_two, first_of_each)
-    metrics, _ = await evaluate([eval_set()], tools, 1)
+    [(metrics, _)] = await evaluate([eval_set()], tools, 1)
     values = {name.removeprefix("eval/held/"): metric.value for name, metric in metrics.items()}
     assert values["accuracy"] == pytest.approx(2 / 12)
     assert [values[f"pass@{k}"] for k in (1, 2, 4)] == pytest.approx([1 / 6, 1 / 3, 2 / 3])

@@ -194,11 +194,11 @@ async def test_evaluation_repeats_and_leaves_training_alone(settings, weights):
 
 async def test_an_iteration_says_how_busy_the_engine_was(settings, weights):
     pipeline = await build(settings())
-    metrics = (await collect(pipeline, weights, 0)).metrics
-    assert 0 < metrics["perf/engine_busy"].value <= 1
+    load = (await collect(pipeline, weights, 0)).load
+    assert 0 < load["perf/engine_busy"].value <= 1
     again = await collect(pipeline, weights, 1, 0)
     samples = sum(len(group.samples) for group in again.scored.groups)
-    assert 1 <= again.metrics["perf/engine_responses"].value <= samples
+    assert 1 <= again.load["perf/engine_responses"].value <= samples
 
 
 async def test_evaluation_waits_for_the_end_of_an_iteration(settings, weights, monkeypatch):
@@ -206,7 +206,7 @@ async def test_evaluation_waits_for_the_end_of_an_iteration(settings, weights, m
 
     async def evaluate(*_):
         evaluated.append(True)
-        return {}, []
+        return []
 
     monkeypatch.setattr(hooks, "evaluate", evaluate)
     pipeline = await build(settings())

@@ -63,7 +63,7 @@ def test_a_verdict_is_remembered_until_something_that_decides_it_changes(tmp_pat
         return load_prompts(source, data, tokenizer, **options)
 
     first, again = load(), load()
-    assert len(checked) == 1 and facts(first) == facts(again) and first.dropped == again.dropped == 300
+    assert len(checked) == 1 and facts(first) == facts(again) and first.verdict.dropped == again.verdict.dropped == 300
     assert caplog.messages[0] == caplog.messages[1] and "dropped 300 of 700 prompts" in caplog.messages[0]
     load(DataArguments(label_key="label", rollout_max_prompt_len=5, rollout_shuffle=True, rollout_seed=7))
     assert len(checked) == 1
@@ -145,7 +145,8 @@ def test_conversations_are_remembered_too(tmp_path, saved, checked):
         load_conversations(source, DataArguments(), AutoTokenizer.from_pretrained(saved), max_context_len=40)
         for _ in range(2)
     ]
-    assert len(checked) == 1 and [each.dropped for each in loaded] == [1, 1] and list(loaded[0]) == list(loaded[1])
+    assert len(checked) == 1 and [each.verdict.dropped for each in loaded] == [1, 1]
+    assert list(loaded[0]) == list(loaded[1])
 
 
 def test_a_line_that_changes_during_the_run_is_refused_and_a_file_that_is_replaced_changes_nothing(tmp_path, tokenizer):

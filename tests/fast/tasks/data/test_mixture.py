@@ -1,6 +1,5 @@
 """Mixtures of prompt sets, and the curriculum that chooses weights and prompts."""
 
-import inspect
 import json
 from collections import Counter
 
@@ -17,7 +16,6 @@ from miles.tasks.data.stream import (
     NamedSet,
     NoPromptsLeft,
     PromptStream,
-    load_curriculum,
 )
 from miles.types.sample import Prompt, Sample
 
@@ -281,16 +279,6 @@ def test_what_a_curriculum_may_not_return(returned, sentence):
     with pytest.raises(InputError, match=sentence) as caught:
         stream_with(lambda curriculum: returned).start(0)
     assert str(caught.value).startswith("--curriculum-path here:f: ")
-
-
-def takes_two(one, two):
-    return one, two
-
-
-def test_the_signature_of_a_curriculum_is_checked():
-    assert inspect.unwrap(load_curriculum(f"{__name__}:worst_first")) is worst_first
-    with pytest.raises(InputError, match=r"--curriculum-path .*takes_two: its signature is \(one, two\)"):
-        load_curriculum(f"{__name__}:takes_two")
 
 
 def test_a_pass_is_complete_when_every_set_has_one():

@@ -156,7 +156,7 @@ def test_long_prompts_are_dropped_and_counted(lengths, limit, tmp_path, tokenize
         return
     loaded = load_prompts(source, data, tokenizer)
     assert [len(p.text) for p in loaded] == fitting
-    assert loaded.dropped == len(lengths) - len(fitting)
+    assert loaded.verdict.dropped == len(lengths) - len(fitting)
 
 
 def test_dropped_prompts_are_logged(tmp_path, tokenizer, caplog):
