@@ -216,6 +216,9 @@ class SharesServers(Protocol):
     async def check_servers(self) -> None:
         """After a failed request: find the servers that do not work, and wait for an update in progress."""
 
+    async def abort(self) -> None:
+        """Abort all requests; ``Engine.abort``."""
+
 
 @runtime_checkable
 class HasQueues(Protocol):

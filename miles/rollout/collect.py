@@ -9,11 +9,12 @@ from typing import Any
 from miles.base.threads import gather_or_cancel
 from miles.config.rollout import RolloutArguments
 from miles.rollout.filters import FilterStallGuard
-from miles.rollout.groups import ProducedGroup
+from miles.rollout.groups import REWARD_ERROR, ProducedGroup
 from miles.rollout.metrics import rollout_metrics
 from miles.rollout.ordering import OrderingRule
 from miles.tasks.data.conversations import Conversation
 from miles.tasks.data.stream import NoPromptsLeft, TrainingStream
+from miles.tasks.rewards.registry import passes_of
 from miles.tasks.rewards.settings import RewardArguments
 from miles.types.metrics import Metric
 from miles.types.sample import PromptGroup, Sample, SampleStatus
@@ -33,6 +34,23 @@ def draw_up_to(n: int, stream: TrainingStream) -> list[PromptGroup]:
         if not error.left:
             raise
         return stream.draw(error.left)
+
+
+def leaving_out_mastered(produce: ProduceGroup, stream: TrainingStream, rate: float) -> ProduceGroup:
+    """Return ``produce``, after which ``stream`` leaves out the prompt if a fraction ``rate`` of trajectories passed.
+
+    ScaleRL drops prompts at 0.9 (arXiv 2510.13786, no-positive-resampling).
+    """
+
+    async def produce_and_judge(drawn: PromptGroup) -> ProducedGroup:
+        produced = await produce(drawn)
+        if produced.drop_reason != REWARD_ERROR:
+            passed = passes_of(produced.group)
+            if sum(passed) / len(passed) >= rate:  # a product may round up: 0.55 * 20 is more than 11
+                stream.leave_out(drawn.group_index)
+        return produced
+
+    return produce_and_judge
 
 
 @dataclass(frozen=True)

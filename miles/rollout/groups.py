@@ -96,7 +96,7 @@ class GroupTools:
 
     ``reward_error_value`` is the reward of samples that the reward function fails on; None raises instead, unless
     ``drops_reward_errors``. ``teacher`` scores the samples of groups that are trained on. If there are ``workers``,
-    groups are produced there. With ``interrupts``, the engine continues responses that were stopped.
+    groups are produced there, with tools of their own.
     """
 
     engine: Engine
@@ -107,7 +107,6 @@ class GroupTools:
     drops_reward_errors: bool = False
     teacher: ServedTeacher | None = None
     workers: WorkerPool | None = None
-    interrupts: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,8 +118,8 @@ class GroupSpec:
     seed_of: SeedOf
     max_context_len: int | None = None  # prompt and response together, in tokens
     group_filter: Callable[[PromptGroup], FilterDecision] | None = None
-    scored: Callable[[PromptGroup], None] | None = None  # is shown every scored group, before the filter
     greedy_baseline: bool = False  # generate and score a greedy response too, for ``PromptGroup.baseline_reward``
+    trains: bool = False  # the group is trained on, and not an evaluation's
 
     @classmethod
     def for_training(cls, rollout: RolloutArguments, seed: int, greedy_baseline: bool = False) -> GroupSpec:
@@ -136,8 +135,12 @@ class GroupSpec:
             partial(response_seed, seed),
             rollout.rollout_max_context_len,
             None if path is None else load_group_filter(path),
-            greedy_baseline=greedy_baseline,
+            greedy_baseline,
+            trains=True,
         )
+
+
+REWARD_ERROR = "reward_error"  # the reason to drop a group: it lacks rewards
 
 
 @dataclass(frozen=True)
@@ -158,7 +161,7 @@ async def produce_group(drawn: PromptGroup, tools: GroupTools, spec: GroupSpec) 
         Exception: Whatever generation, the reward function and the filter raise.
     """
     if tools.workers is not None:
-        return await tools.workers.produce(drawn, tools, spec)
+        return await tools.workers.produce(drawn, spec)
     with ordinary_errors(f"the code that makes group {drawn.group_index}"):
         return await _produce(drawn, tools, spec)
 
@@ -179,9 +182,7 @@ async def _produce(drawn: PromptGroup, tools: GroupTools, spec: GroupSpec) -> Pr
     if errors and drops:
         _drop_unscored(group)
         if not group.samples or (baselines and group.baseline_reward is None):
-            return ProducedGroup(group, errors, "reward_error")
-    if spec.scored is not None:
-        spec.scored(group)
+            return ProducedGroup(group, errors, REWARD_ERROR)
     decision = None if spec.group_filter is None else spec.group_filter(group)
     if tools.teacher is not None and (decision is None or decision.keep):
         await tools.teacher.score(group.samples)

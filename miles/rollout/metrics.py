@@ -9,7 +9,6 @@ from statistics import stdev
 from typing import Any
 
 from miles.rollout.filters import differ, has_reward_spread
-from miles.tasks.data.stream import TrainingStream
 from miles.tasks.rewards.registry import passes_of
 from miles.types.metrics import Metric
 from miles.types.sample import NO_WEIGHTS, PromptGroup, Sample, SampleStatus, exact_mean, in_trajectories
@@ -55,20 +54,6 @@ def rollout_metrics(
     if log_passrate:
         metrics |= pass_at_k_metrics(map(passes_of, generated))
     return {f"rollout/{name}": metric for name, metric in metrics.items()}
-
-
-def leave_out_mastered(prompts: TrainingStream, rate: float) -> Callable[[PromptGroup], None]:
-    """Return a function that leaves the prompt of a group out, if the fraction ``rate`` of its trajectories has passed.
-
-    ScaleRL drops prompts at 0.9 (arXiv 2510.13786, no-positive-resampling).
-    """
-
-    def look_at(group: PromptGroup) -> None:
-        passed = passes_of(group)
-        if sum(passed) / len(passed) >= rate:  # a product may round up: 0.55 * 20 is more than 11
-            prompts.leave_out(group.group_index)
-
-    return look_at
 
 
 def response_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:

@@ -28,7 +28,14 @@ from miles.config.model import local_vocab_size
 from miles.config.rollout import RolloutArguments
 from miles.config.settings import Settings
 from miles.engine.base import EngineHost
-from miles.rollout.collect import BurstCollector, ConversationCollector, GroupCollector, ScoredGroups
+from miles.rollout.collect import (
+    BurstCollector,
+    ConversationCollector,
+    GroupCollector,
+    ProduceGroup,
+    ScoredGroups,
+    leaving_out_mastered,
+)
 from miles.rollout.debug_data import SavedGroups, save_rollout
 from miles.rollout.evaluate import load_eval_sets
 from miles.rollout.groups import GroupSpec, GroupTools, produce_group
@@ -41,11 +48,11 @@ from miles.rollout.hooks import (
     evaluation_of,
 )
 from miles.rollout.interruptible_engine import InterruptibleEngine
-from miles.rollout.metrics import leave_out_mastered, staleness_metrics
+from miles.rollout.metrics import staleness_metrics
 from miles.rollout.ordering import LeftoverGroups, OrderingRule, Overlap, RolloutGate, Start
 from miles.rollout.producer import GroupProducer, start_producer
 from miles.rollout.stream_collector import StreamCollector
-from miles.rollout.workers.pool import InterruptibleWorkers, StartWorker
+from miles.rollout.workers.pool import StartWorker, WorkerPool
 from miles.tasks.data.custom_source import CustomStream
 from miles.tasks.data.prompts import RowReader
 from miles.tasks.data.stream import (
@@ -298,20 +305,20 @@ def build_collector(
     assert stream is not None and tools is not None, "validate() requires --prompt-data"
     rule = OrderingRule.from_flags(rollout)
     spec = GroupSpec.for_training(rollout, settings.data.rollout_seed, settings.loss.reads_greedy_baseline)
+    interruptible: InterruptibleEngine | WorkerPool | None = None
+    if rule.leftover is LeftoverGroups.INTERRUPT:
+        interruptible = tools.workers or InterruptibleEngine(tools.engine)
+        if isinstance(interruptible, InterruptibleEngine):
+            tools = replace(tools, engine=interruptible)
+    produce: ProduceGroup = partial(produce_group, tools=tools, spec=spec)
     if rollout.max_prompt_pass_rate is not None:  # validate() refuses it with a source of the user's
-        spec = replace(spec, scored=leave_out_mastered(stream, rollout.max_prompt_pass_rate))
-    produce = partial(produce_group, tools=tools, spec=spec)
+        produce = leaving_out_mastered(produce, stream, rollout.max_prompt_pass_rate)
     path = rollout.rollout_function_path
     if path is not None:
         inputs = RolloutTools(stream, produce, tools.engine, tools.tokenizer, tools.reward_function, rollout, reward)
         return FunctionCollector(path, inputs)
     if rule.leftover is LeftoverGroups.AWAIT:
         return BurstCollector(stream, produce, rollout, reward, rule)
-    interruptible: InterruptibleEngine | InterruptibleWorkers | None = None
-    if rule.leftover is LeftoverGroups.INTERRUPT:
-        engine = InterruptibleEngine(tools.engine)
-        produce = partial(produce_group, tools=replace(tools, engine=engine, interrupts=True), spec=spec)
-        interruptible = engine if tools.workers is None else InterruptibleWorkers(engine, tools.workers)
     path = rollout.buffer_filter_path
     return StreamCollector(
         stream,

@@ -14,7 +14,7 @@ from miles.rollout.groups import ProducedGroup
 from miles.rollout.hooks import BufferFilter
 from miles.rollout.interruptible_engine import InterruptibleEngine
 from miles.rollout.ordering import LeftoverGroups, OrderingRule, StaleTokens
-from miles.rollout.workers.pool import InterruptibleWorkers
+from miles.rollout.workers.pool import WorkerPool
 from miles.tasks.data.stream import NoPromptsLeft, TrainingStream
 from miles.tasks.rewards.settings import RewardArguments
 from miles.types.metrics import Metric
@@ -46,7 +46,7 @@ class StreamCollector(GroupCollector):
         *,
         num_iterations: int,
         engine: Engine,
-        interruptible: InterruptibleEngine | InterruptibleWorkers | None = None,
+        interruptible: InterruptibleEngine | WorkerPool | None = None,
         buffer_filter: BufferFilter | None = None,
     ) -> None:
         assert rollout.rollout_batch_size is not None, "validate() requires --rollout-batch-size"

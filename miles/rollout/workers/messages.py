@@ -98,34 +98,15 @@ def _unpack_column(packed: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class GeneratorParts:
-    """The parts of a worker that take part in producing a group.
-
-    Attributes:
-        filters: Its filter decides whether the group is kept.
-        shows: The rollout process wants to see the scored group (``GroupSpec.scored``).
-        taught: Its teacher scores the samples.
-        interruptible: Responses survive an abort.
-    """
-
-    filters: bool
-    shows: bool
-    taught: bool
-    interruptible: bool
-
-
-@dataclass(frozen=True)
 class Produce:
     """Produce the groups of the drawn prompts, each under its ticket, by ``spec``.
 
     Attributes:
-        spec: How, without functions of the run.
-        parts: Which of the worker's own parts take part.
+        spec: How, without its filter: the worker has one too.
         drawn: The groups without samples.
     """
 
     spec: GroupSpec
-    parts: GeneratorParts
     drawn: tuple[tuple[int, PromptGroup], ...]
 
 
@@ -194,12 +175,10 @@ class GroupResult:
 
     Attributes:
         packed: The group.
-        is_reported: Whether the rollout process should report it to its ``GroupSpec.scored``.
         metadata: The metadata of its prompt if the worker has changed them.
     """
 
     packed: PackedGroup
-    is_reported: bool
     metadata: dict[str, Any] | None
 
 

@@ -27,8 +27,7 @@ from typing import Any, Protocol
 from miles.base.profiling import ProcessTrace
 from miles.base.threads import cancel_all
 from miles.engine.base import SenderConfig, SharesServers
-from miles.rollout.groups import GroupSpec, GroupTools, ProducedGroup
-from miles.rollout.interruptible_engine import InterruptibleEngine
+from miles.rollout.groups import GroupSpec, ProducedGroup
 from miles.rollout.workers import messages
 from miles.types.sample import PromptGroup
 
@@ -72,7 +71,6 @@ class _Order:
     ticket: int
     drawn: PromptGroup
     spec: GroupSpec
-    parts: messages.GeneratorParts
     result: asyncio.Future[ProducedGroup]
     losses: int = 0  # workers that were lost with it
 
@@ -125,18 +123,14 @@ class _Worker:
     def _encode(self, batch: list[Any]) -> bytes:
         """Return messages as sent, the orders of one kind together: they share a specification."""
         sent: list[Any] = []
-
-        def key_of_order(message: Any) -> tuple[int, messages.GeneratorParts] | None:
-            return (id(message.spec), message.parts) if isinstance(message, _Order) else None
-
-        for key, alike in itertools.groupby(batch, key_of_order):
-            if key is None:
+        for spec, alike in itertools.groupby(batch, lambda m: m.spec if isinstance(m, _Order) else None):
+            if spec is None:
                 sent += alike
                 continue
             orders = [order for order in alike if order.ticket in self.orders]  # others were withdrawn since
             if orders:
-                spec = replace(orders[0].spec, group_filter=None, scored=None)
-                sent.append(messages.Produce(spec, key[1], tuple((order.ticket, order.drawn) for order in orders)))
+                drawn = tuple((order.ticket, order.drawn) for order in orders)
+                sent.append(messages.Produce(replace(spec, group_filter=None), drawn))
         return messages.encode(sent, "a prompt")
 
     async def collect(self, check_servers: Callable[[messages.CheckServers], object]) -> None:
@@ -167,12 +161,6 @@ class _Worker:
             metadata.clear()
             metadata.update(result.metadata)
         produced = messages.unpack(result.packed, order.drawn.prompt)
-        try:
-            if result.is_reported and order.spec.scored is not None:
-                order.spec.scored(produced.group)
-        except Exception as error:
-            self._settle(message.ticket, error)
-            return
         del self.orders[message.ticket]
         if not order.result.done():
             order.result.set_result(produced)
@@ -310,17 +298,11 @@ class WorkerPool:
 
     # Groups
 
-    async def produce(self, drawn: PromptGroup, tools: GroupTools, spec: GroupSpec) -> ProducedGroup:
-        """Do the same as ``produce_group``, in a worker. Of ``tools``, the workers have their own."""
+    async def produce(self, drawn: PromptGroup, spec: GroupSpec) -> ProducedGroup:
+        """Do the same as ``produce_group``, in a worker, with its own tools."""
         if self._orders.failure is not None:
             raise self._orders.failure
-        parts = messages.GeneratorParts(
-            filters=spec.group_filter is not None,
-            shows=spec.scored is not None,
-            taught=tools.teacher is not None,
-            interruptible=tools.interrupts,
-        )
-        order = _Order(next(self._tickets), drawn, spec, parts, asyncio.get_running_loop().create_future())
+        order = _Order(next(self._tickets), drawn, spec, asyncio.get_running_loop().create_future())
         self._orders.place([order])
         try:
             return await order.result
@@ -381,12 +363,16 @@ class WorkerPool:
         self._seen = state
         await self._tell(messages.Show(state))
 
-    async def hold(self) -> None:
-        """Have every worker begin no interruptible request, and return when each knows it."""
+    async def interrupt(self) -> None:
+        """Interrupt the responses that are trained on, as ``InterruptibleEngine`` does; return when none is in flight.
+
+        Every worker begins no such request from now on.
+        """
         self._holds = True
         await self._tell(messages.Hold(True))
+        await self._engine.abort()
 
-    def release(self) -> None:
+    def continue_generation(self) -> None:
         """Have every worker continue."""
         self._holds = False
         for worker in self._workers.values():
@@ -435,21 +421,3 @@ class WorkerPool:
         self._workers.clear()
         await cancel_all(self._tasks)
         await asyncio.gather(*(worker.process.close() for worker in workers), return_exceptions=True)
-
-
-class InterruptibleWorkers:
-    """Interrupts and continues the requests of workers and of the rollout process."""
-
-    def __init__(self, engine: InterruptibleEngine, workers: WorkerPool) -> None:
-        self._engine = engine
-        self._workers = workers
-
-    async def interrupt(self) -> None:
-        """Stop; return when nothing is in flight."""
-        await self._workers.hold()
-        await self._engine.interrupt()
-
-    def continue_generation(self) -> None:
-        """Continue the interrupted requests."""
-        self._workers.release()
-        self._engine.continue_generation()

@@ -126,6 +126,8 @@ class GenerationWorker:
             reward.reward_error_value,
             reward.drops_errors,
         )
+        trained: Any = self._interruptible if rollout.partial_rollout else engine
+        self._training_tools = replace(self._tools, engine=trained, teacher=self._teacher)
         path = rollout.dynamic_sampling_filter_path
         self._filter = None if path is None else load_group_filter(path)
         self._recorder = Recorder(plan.name, operations=False)  # the code that runs here needs no torch
@@ -203,18 +205,9 @@ class GenerationWorker:
         self._producing.pop(ticket, None)  # it is still there if it was cancelled before it began
 
     async def _produce(self, ticket: int, drawn: PromptGroup, order: messages.Produce) -> None:
-        scored: list[PromptGroup] = []
-        parts = order.parts
-        spec = replace(
-            order.spec,
-            group_filter=self._filter if parts.filters else None,
-            scored=scored.append if parts.shows else None,
-        )
-        tools = replace(
-            self._tools,
-            engine=self._interruptible if parts.interruptible else self._tools.engine,
-            teacher=self._teacher if parts.taught else None,
-        )
+        trains = order.spec.trains
+        spec = replace(order.spec, group_filter=self._filter) if trains else order.spec
+        tools = self._training_tools if trains else self._tools
         metadata = drawn.prompt.metadata
         what = f"group {drawn.group_index} ({drawn.prompt.source})"
         try:
@@ -223,7 +216,7 @@ class GenerationWorker:
             with span("pack a group"):
                 changed = messages.encode(metadata, what) != before
                 packed = messages.pack(produced, drawn.prompt)
-                result = messages.GroupResult(packed, bool(scored), metadata if changed else None)
+                result = messages.GroupResult(packed, metadata if changed else None)
                 message: Any = messages.Produced(ticket, messages.encode(result, what))
         except Exception as error:  # whatever user code raises
             message = messages.Failed(ticket, messages.encode_error(error, self._name))

@@ -1,4 +1,5 @@
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -9,9 +10,9 @@ from miles.config.rollout import RolloutArguments, fill_over_sampling
 from miles.config.settings import Settings
 from miles.engine.base import SamplingParams
 from miles.rollout import filters
-from miles.rollout.collect import BurstCollector
+from miles.rollout.collect import BurstCollector, leaving_out_mastered
 from miles.rollout.filters import MAX_STALLED_BURSTS, MIN_STALLED_BURSTS, FilterDecision
-from miles.rollout.groups import GroupSpec, GroupTools, generate_group, produce_group
+from miles.rollout.groups import GroupSpec, GroupTools, ProducedGroup, generate_group, produce_group
 from miles.rollout.pipeline import build_collector
 from miles.tasks.data.settings import DataArguments
 from miles.tasks.data.stream import NoPromptsLeft, PromptStream
@@ -278,3 +279,27 @@ async def test_a_trajectory_in_several_samples_is_dropped_as_a_whole():
     produced = await produce_group(PromptGroup(0, prompt), tools, spec)
     assert [s.response for s in produced.group.samples] == ["c"]
     assert (produced.group.dropped_trajectories, produced.reward_errors, produced.drop_reason) == (1, 1, None)
+
+
+async def prompts_left_out(rewards, rate, drop_reason):
+    samples = [Sample(Prompt("p", (1,)), 7, k, reward=reward) for k, reward in enumerate(rewards)]
+
+    async def produce(drawn):
+        return ProducedGroup(PromptGroup(7, drawn.prompt, samples), drop_reason=drop_reason)
+
+    left_out: list[int] = []
+    stream = SimpleNamespace(leave_out=left_out.append)
+    await leaving_out_mastered(produce, stream, rate)(PromptGroup(7, Prompt("p", (1,))))
+    return left_out
+
+
+@pytest.mark.parametrize("percent", range(5, 101, 5))
+async def test_a_prompt_is_left_out_at_exactly_the_rate_whatever_the_filter_decides(percent):
+    passing = percent // 5
+    for passed, left_out in ((passing - 1, []), (passing, [7])):
+        rewards = [float(k < passed) for k in range(20)]
+        assert await prompts_left_out(rewards, percent / 100, drop_reason="zero_std") == left_out
+
+
+async def test_a_group_that_lacks_rewards_leaves_no_prompt_out():
+    assert await prompts_left_out([], 0.5, drop_reason="reward_error") == []

@@ -6,17 +6,13 @@ from hypothesis import strategies as st
 
 from miles.config.rollout import RolloutArguments
 from miles.engine.base import SamplingParams
-from miles.rollout.filters import FilterDecision
 from miles.rollout.groups import (
     GroupSpec,
-    GroupTools,
     fit_context,
     generate_group,
-    produce_group,
     response_seed,
     sampling_params,
 )
-from miles.rollout.metrics import leave_out_mastered
 from miles.types.sample import Prompt, PromptGroup, SampleStatus
 
 PROMPT = Prompt("1+1=", (1, 2, 3), source="set.jsonl:4")
@@ -90,30 +86,3 @@ def test_sampling_follows_the_flags():
         rollout_stop_token_ids=(8,),
     )
     assert sampling_params(rollout) == SamplingParams(7, 0.5, 0.9, 3, (8,), min_p=0.1, returns_support=True)
-
-
-@pytest.mark.parametrize(("rewards", "left_out"), [([1, 1, 1, 1, 0], [7]), ([1, 1, 1, 0, 0], []), ([1.5] * 5, [7])])
-async def test_a_prompt_whose_group_passes_is_left_out_before_a_filter_sees_it(
-    scripted_engine, tokenizer, rewards, left_out
-):
-    class Prompts:
-        def __init__(self) -> None:
-            self.seen: list[int] = []
-
-        def leave_out(self, group_index):
-            self.seen.append(group_index)
-
-    async def graded(samples):
-        return [float(reward) for reward in rewards]
-
-    prompts = Prompts()
-    spec = GroupSpec(
-        SamplingParams(max_new_tokens=8),
-        len(rewards),
-        partial(response_seed, 1),
-        group_filter=lambda group: FilterDecision(False, "mine"),
-        scored=leave_out_mastered(prompts, 0.8),
-    )
-    tools = GroupTools(scripted_engine(), tokenizer, generate_group, graded)
-    produced = await produce_group(PromptGroup(7, PROMPT), tools, spec)
-    assert prompts.seen == left_out and produced.drop_reason == "mine"

@@ -1,7 +1,6 @@
 from fractions import Fraction
 from itertools import combinations
 from statistics import fmean
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -9,7 +8,6 @@ from hypothesis import strategies as st
 from tolerance import DOUBLE_ERROR
 
 from miles.rollout.metrics import (
-    leave_out_mastered,
     pass_at_k,
     pass_at_k_metrics,
     powers_of_two,
@@ -62,22 +60,6 @@ def test_the_part_that_knows_the_answer_decides_and_what_was_dropped_does_not_pa
     rate = sum(expected) / len(expected)
     metrics = rollout_metrics([group], [group], 0, log_passrate=True)
     assert metrics["rollout/pass@1"].value == pytest.approx(rate)
-    left_out: list[int] = []
-    prompts = SimpleNamespace(leave_out=left_out.append)
-    leave_out_mastered(prompts, rate + 0.01)(group)
-    assert not left_out
-    leave_out_mastered(prompts, rate)(group)
-    assert left_out == [0]
-
-
-@pytest.mark.parametrize("percent", range(5, 101, 5))
-def test_a_prompt_is_left_out_at_exactly_the_rate(percent):
-    rate, passing = percent / 100, percent // 5
-    for passed in (passing - 1, passing):
-        samples = [Sample(Prompt("p", (1,)), 0, k, reward=float(k < passed)) for k in range(20)]
-        left_out: list[int] = []
-        leave_out_mastered(SimpleNamespace(leave_out=left_out.append), rate)(PromptGroup(0, Prompt("p", (1,)), samples))
-        assert left_out == [0] * (passed == passing)
 
 
 def test_a_trajectory_counts_once_however_many_samples_it_has():

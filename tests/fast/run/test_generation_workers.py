@@ -27,7 +27,6 @@ from miles.config.tracking import TrackingArguments
 from miles.config.training import TrainingArguments
 from miles.config.validate import validate
 from miles.engine.base import LocalHost
-from miles.rollout import pipeline as pipelines
 from miles.rollout.groups import response_seed
 from miles.rollout.ordering import Start
 from miles.rollout.pipeline import build_pipeline
@@ -367,12 +366,12 @@ async def test_an_error_in_a_worker_is_raised_as_it_is(settings_of, running):
 @pytest.mark.slow
 async def test_mastered_prompts_are_left_out_by_the_rollout_process(settings_of, running, monkeypatch):
     """``--max-prompt-pass-rate`` changes the stream, which is here, by groups that are scored there."""
-    groups = []
-    monkeypatch.setattr(pipelines, "leave_out_mastered", lambda stream, rate: groups.append)
+    left_out = []
+    monkeypatch.setattr("miles.rollout.collect.passes_of", lambda group: [True])
     async with running(settings_of(2, max_prompt_pass_rate=0.9)) as pipeline:
+        monkeypatch.setattr(pipeline.stream, "leave_out", left_out.append)
         scored = await collect(pipeline, 0)
-    assert sorted(group.group_index for group in groups) == list(range(6))
-    assert {id(group) for group in groups} == {id(group) for group in scored.groups}
+    assert sorted(left_out) == sorted(group.group_index for group in scored.groups) == list(range(6))
 
 
 @pytest.mark.slow

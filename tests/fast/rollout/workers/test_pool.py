@@ -7,12 +7,11 @@ from functools import partial
 import pytest
 
 from miles.engine.base import SamplingParams
-from miles.rollout.groups import GroupSpec, GroupTools, response_seed
+from miles.rollout.groups import GroupSpec, response_seed
 from miles.rollout.workers.pool import WorkerLost, WorkerPool
 from miles.types.sample import Prompt, PromptGroup
 
 SPEC = GroupSpec(SamplingParams(4), 1, partial(response_seed, 0))
-TOOLS = GroupTools(None, None, None, None)
 SECONDS = 20
 
 
@@ -24,6 +23,9 @@ class Servers:
 
     async def share(self, senders):
         await senders.show("the servers")
+
+    async def abort(self):
+        pass
 
 
 class Process:
@@ -60,9 +62,9 @@ async def test_nobody_waits_for_a_worker_that_cannot_be_talked_to(fault, replace
     group = PromptGroup(0, Prompt("1+1=", (1,), metadata=metadata))
     what = {"sent": "a prompt holds something that cannot be sent", "received": "what another process has sent"}
     with pytest.raises(ValueError, match=f"^--num-rollout-workers: {what[fault]}"):
-        await asyncio.wait_for(pool.produce(group, TOOLS, SPEC), SECONDS)
+        await asyncio.wait_for(pool.produce(group, SPEC), SECONDS)
     await asyncio.wait_for(pool.show("newer servers"), SECONDS)
-    await asyncio.wait_for(pool.hold(), SECONDS)
+    await asyncio.wait_for(pool.interrupt(), SECONDS)
     assert await asyncio.wait_for(pool.in_flight(), SECONDS) == 0
     assert process.is_ended
     await pool.close()
@@ -90,7 +92,7 @@ async def test_a_group_that_waits_for_a_worker_is_cancelled_when_the_pool_closes
     starts = iter(processes)
     pool = WorkerPool(lambda number, _: next(starts), 1, Servers(), replaces=True)
     await pool.start()
-    producing = asyncio.ensure_future(pool.produce(PromptGroup(0, Prompt("1+1=", (1,))), TOOLS, SPEC))
+    producing = asyncio.ensure_future(pool.produce(PromptGroup(0, Prompt("1+1=", (1,))), SPEC))
     while not pool._orders._waiting:
         await asyncio.sleep(0)
     await asyncio.wait_for(pool.close(), SECONDS)
