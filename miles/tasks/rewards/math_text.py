@@ -129,6 +129,7 @@ _MISREAD: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (rf"(\\[dt]?frac\s*{_ARGUMENT})\s*{_GREEK}", r"\1{\2}"),
     (rf"\^\s*(\\[dt]?frac\s*{_ARGUMENT}\s*{_ARGUMENT})", r"^{\1}"),
     (r"\\lg(?![A-Za-z])", r"\\log_{10}"),
+    (r"^([^{}]+?)\\choose(?![A-Za-z])([^{}]+)$", r"\\binom{\1}{\2}"),
     (r"(?s)\\begin\s*\{(cases|aligned|gathered)\}(.*?)(?:\\\\\s*)?\\end\s*\{\1\}", _system),
     (rf"^\s*\\(?:mathrm|text|ce)\s*\{{(?=[^{{}}]*[_^])({_IN_BRACES})\}}\s*$", r"\1"),  # H_2O
     (r"(?<=\d)\s*\^\s*\{?\s*\\(?:text|mathrm)\s*\{\s*(?:st|[nr]d|th)\s*\}\s*\}?", ""),
