@@ -1,4 +1,7 @@
-"""``kill -9`` of a worker: the run continues from its checkpoint and trains on every prompt once."""
+"""``kill -9`` of a worker: the run continues from its checkpoint and trains on every prompt once.
+
+``runs/test_async.py`` kills a trainer in the fast tests.
+"""
 
 import json
 import pickle
@@ -44,29 +47,6 @@ def check_prompts(run, folder, name, rollouts):
 
 
 MODES = {"sync": [], "ahead": ["--async-steps", "1"], "fully": ["--async-steps", "1", "--fully-async"]}
-
-
-@pytest.mark.timeout(900)
-def test_a_run_restarts_after_a_killed_trainer_and_ends_with_the_second_failure(launch, workplace):
-    """The trainer dies during a rollout that waits forever, for which the run does not wait; then reward code dies.
-
-    ``test_async`` kills a rollout worker.
-    """
-    held, checkpoints = workplace / "restarts.held", workplace / "restarts_ckpt"
-    holding = {"reward": "dies", "HOLD_AT": "2", "HELD": str(held), "FAIL_AT": "5"}
-    run = restarting(launch, workplace, "restarts", "--max-restarts", "1", *MODES["fully"], **holding)
-    run.wait_until(lambda: held.exists() and (checkpoints / "iter_0000002").exists())
-    assert run.kill_worker("TrainActor")
-    assert run.wait() == 1
-    assert "trainer rank 0 died" in run.err
-    assert "restarting from its last checkpoint (0 restarts left)" in run.err
-    iterations = max(run.rows()) // STEPS
-    assert iterations > 2 and sorted(run.rows()) == list(range(1, 1 + iterations * STEPS))
-    check_prompts(run, workplace, "restarts", iterations)
-    last = run.err.splitlines()[-1]
-    assert "launch_rewards:dies" in run.err and "the reward function failed (above)" in last
-    assert f"--load {checkpoints} continues from the last checkpoint" in last
-    assert run.none_left()
 
 
 @pytest.mark.slow

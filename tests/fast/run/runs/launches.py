@@ -16,8 +16,9 @@ import psutil
 from tests.fast.run.held.held_command import HeldCommand
 
 REPO = Path(__file__).resolve().parents[4]
+ONE_PROCESS = Path(__file__).with_name("in_one_process.py")
 REWARDS = '''
-import os, signal, threading
+import os, threading
 
 def spread(samples):
     """Give the answers of a group different rewards. Wait forever, once per run, at iteration HOLD_AT of 4 groups."""
@@ -43,10 +44,6 @@ def raises(samples):
         raise KeyError("gold")
     return spread(samples)
 
-def dies(samples):
-    if is_to_fail(samples):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return spread(samples)
 '''
 # Every Python process of a launch imports this. HOLD_FSYNC names a folder, whose files are never flushed to disk, and a
 # file that is written when the first flush is attempted. HOLD_SERVER is the seed of the server that never starts; the

@@ -1,9 +1,11 @@
-"""A PPO run: one iteration of the critic alone, then both, until Ctrl-C; and the same run resumed from a checkpoint."""
+"""A PPO run: one iteration of the critic alone, then both. ``test_resume_exactly`` resumes such a run."""
 
 import math
 
 import pytest
 from tolerance import METRIC_ERROR, RELATIVE_ERROR, RUN_ERROR, RUN_METRIC_ERROR
+
+from tests.fast.run.runs.launches import ONE_PROCESS
 
 PPO = ["--advantage-estimator", "ppo", "--normalize-advantages", "--lambd", "0.95", "--kl-coef", "0.01"]
 CRITIC = ["--critic-lr", "3e-3", "--num-critic-only-steps", "1"]
@@ -16,22 +18,11 @@ def of_training(row):
 
 
 @pytest.fixture(scope="module")
-def whole(launch, workplace):
-    """Interrupt the run during a call of a reward function that does not return, after three iterations."""
-    held = workplace / "ppo.held"
-    save = ["--save", str(workplace / "ppo"), "--save-interval", "2"]
-    run = launch("ppo", *PPO, *CRITIC, *save, HOLD_AT="3", HELD=str(held))
-    run.wait_until(lambda: held.exists() and 6 in run.rows())
-    run.interrupt()
-    run.wait()
+def whole(launch):
+    """Run without Ray, which changes no metric."""
+    run = launch("ppo", *PPO, *CRITIC, "--num-rollout", "3", program=ONE_PROCESS)
+    assert run.wait() == 0, run.err
     return run
-
-
-def test_ctrl_c_says_how_to_resume(whole):
-    assert whole.process.returncode == 130, whole.err
-    assert whole.err.splitlines()[-1].startswith("stopped by the user; the same command with --load")
-    assert "Traceback" not in whole.err
-    assert whole.none_left()
 
 
 def test_the_critic_learns_first_then_both(whole):
@@ -48,23 +39,9 @@ def test_the_critic_learns_first_then_both(whole):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_restores_its_critic(whole, launch, workplace):
-    checkpoint = workplace / "ppo_first"
-    checkpoint.mkdir()
-    (workplace / "ppo" / "iter_0000002").rename(checkpoint / "iter_0000002")
-    run = launch("ppo_on", *PPO, *CRITIC, "--load", str(checkpoint))
-    assert run.wait() == 0, run.err
-    expected = whole.rows()
-    for step in (5, 6):
-        metrics = {name: v for name, v in of_training(run.rows()[step]).items() if name != "loss_mass"}
-        wanted = {name: of_training(expected[step])[name] for name in metrics}
-        assert metrics == pytest.approx(wanted, rel=RELATIVE_ERROR, abs=METRIC_ERROR)
-
-
-@pytest.mark.slow
 def test_megatron_takes_the_same_steps(whole, launch):
     """With tensor parallelism, the first iteration has the same answers and the same steps of critic and policy."""
-    flags = ["--train-backend", "megatron", "--tensor-model-parallel-size", "2"]
+    flags = ["--num-rollout", "3", "--train-backend", "megatron", "--tensor-model-parallel-size", "2"]
     run = launch("ppo_megatron", *PPO, *CRITIC, *flags, ranks=2)
     assert run.wait() == 0, run.err
     for step in (1, 2):

@@ -20,6 +20,8 @@ CASES = {
     "megatron": [*MEGATRON, "--tensor-model-parallel-size", "2", "--bf16", "--use-distributed-optimizer"],
     "moe": [*MEGATRON, "--expert-model-parallel-size", "2"],
     "images": ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "200"],
+    "ppo": ["--advantage-estimator", "ppo", "--normalize-advantages", "--lambd", "0.95", "--kl-coef", "0.01"]
+    + ["--critic-lr", "3e-3", "--num-critic-only-steps", "1"],
 }
 
 

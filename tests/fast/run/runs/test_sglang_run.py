@@ -6,7 +6,7 @@ import pytest
 from tolerance import SERVER_LOG_PROB_ERROR
 
 from tests.fast.engine.sglang_servers import KEYS
-from tests.fast.run.runs.launches import LOCAL_RAY, OF_SERVERS, is_loopback
+from tests.fast.run.runs.launches import LOCAL_RAY, OF_SERVERS, is_loopback, kind_of
 
 # The first test of the suite that needs the server starts it.
 pytestmark = pytest.mark.timeout(900)
@@ -22,8 +22,12 @@ def external(address):
 
 @pytest.fixture(scope="module")
 def whole(launch, sglang_address):
-    run = launch("sglang", *external(sglang_address), "--check-weight-update-equal", "--num-rollout", "3")
-    assert run.wait() == 0, run.err
+    """Generate in two workers, until the reward function fails in the fourth iteration."""
+    flags = [*external(sglang_address), "--check-weight-update-equal", "--num-rollout-workers", "2"]
+    run = launch("sglang", *flags, reward="raises", FAIL_AT="3")
+    run.wait_until(run.has_rows)
+    assert [kind_of(process) for process in run.left()].count("ray::GenerationActor") == 2
+    assert run.wait() == 1, run.err
     return run
 
 
@@ -39,8 +43,12 @@ def test_every_step_learns_from_what_the_server_generates(whole):
     assert_learns(whole)
 
 
-def test_no_process_is_left(whole):
+def test_an_error_in_a_worker_names_the_prompt_and_leaves_no_process(whole, workplace):
     assert whole.none_left()
+    assert "KeyError: 'gold'" in whole.err
+    assert f"prompt {workplace / 'prompts.jsonl'}:" in whole.err
+    assert "--reward-error-value" in whole.err
+    assert "the reward function failed (above)" in whole.err.splitlines()[-1]
 
 
 @pytest.mark.slow

@@ -1,15 +1,14 @@
 """The same greedy run on both training backends has the same metrics, in the slow tests across a change of layout."""
 
-from pathlib import Path
-
 import pytest
 from tolerance import RELATIVE_ERROR, RUN_ERROR, RUN_METRIC_ERROR
+
+from tests.fast.run.runs.launches import ONE_PROCESS
 
 # Greedy answers depend only on the weights. Rewards are not normalized, as equal answers have no group statistics.
 FLAGS = ["--num-rollout", "2", "--lr", "1e-4", "--lr-decay-style", "constant", "--rollout-temperature", "0"]
 FLAGS += ["--disable-rewards-normalization", "--use-kl-loss", "--kl-loss-coef", "0.1"]
 MEGATRON = ["--train-backend", "megatron"]
-ONE_PROCESS = Path(__file__).with_name("in_one_process.py")
 
 
 @pytest.fixture(scope="module")
