@@ -132,17 +132,6 @@ class ProgramEnd:
     last_line: str
     errors: str
 
-    @property
-    def fault(self) -> str:
-        """The fault, with the end of standard error; empty after status 0."""
-        if self.status == 0:
-            return ""
-        if self.status is None:
-            fault = "was killed"
-        else:
-            fault = f"exited with status {self.status}" if self.status > 0 else f"was killed by signal {-self.status}"
-        return f"{fault}; its standard error ends with {self.errors!r}"
-
 
 def row_of(prompt: Prompt) -> str:
     """Return the row of a prompt for its program: a JSON object. An input with images is messages that have them."""
@@ -307,6 +296,7 @@ class AgentGenerator(SessionGenerator):
             return f"made no call that was answered: {reason}; {errors}"
         if end.status is None:
             return f"took more than {self._seconds:g} s on its own (--agent-timeout); {errors}"
-        if end.status == 0 and not session.has_answered:
-            return f"made no call that was answered; {errors}"
-        return end.fault
+        if end.status == 0:
+            return "" if session.has_answered else f"made no call that was answered; {errors}"
+        how = f"exited with status {end.status}" if end.status > 0 else f"was killed by signal {-end.status}"
+        return f"{how}; {errors}"
