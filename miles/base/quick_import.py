@@ -23,7 +23,7 @@ from miles.base.cache import store, stored
 _READER = "transformers.utils.import_utils"
 
 
-class Known:
+class StoredResults:
     """The results of an earlier process with the same packages, by name; further ones are stored."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class _Loader(SourceFileLoader):
     """Executes the module that reads the files, and puts what is known in place of its readers."""
 
     def exec_module(self, module: ModuleType) -> None:
-        known = Known()
+        known = StoredResults()
         read_packages = importlib.metadata.packages_distributions
 
         def packages() -> Any:

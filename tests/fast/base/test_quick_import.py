@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from miles.base.cache import store
-from miles.base.quick_import import Known
+from miles.base.quick_import import StoredResults
 
 IMPORT = """
 import json, sys
@@ -41,11 +41,11 @@ def test_only_the_first_process_reads_the_files(tmp_path):
 @pytest.mark.parametrize("damage", [b"", b"\xff no result", b"("])
 def test_a_damaged_file_counts_as_none(damage, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert Known().get("names", lambda: {"a", "b"}) == {"a", "b"}
-    assert Known().get("names", lambda: "computed again") == {"a", "b"}
+    assert StoredResults().get("names", lambda: {"a", "b"}) == {"a", "b"}
+    assert StoredResults().get("names", lambda: "computed again") == {"a", "b"}
     (file,) = (tmp_path / "miles").iterdir()
     store(file.name, damage)
-    assert Known().get("names", lambda: "computed again") == "computed again"
+    assert StoredResults().get("names", lambda: "computed again") == "computed again"
 
 
 def test_results_of_other_packages_do_not_count(tmp_path, monkeypatch):
@@ -53,13 +53,13 @@ def test_results_of_other_packages_do_not_count(tmp_path, monkeypatch):
     packages = tmp_path / "site-packages"
     packages.mkdir()
     monkeypatch.syspath_prepend(str(packages))
-    assert Known().get("names", lambda: "old") == "old"
+    assert StoredResults().get("names", lambda: "old") == "old"
     os.utime(packages, (0, 0))  # as an installation changes it
-    assert Known().get("names", lambda: "new") == "new"
+    assert StoredResults().get("names", lambda: "new") == "new"
 
 
 def test_a_cache_that_cannot_be_written_changes_nothing(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert Known().get("names", lambda: 1) == 1
-    assert Known().get("names", lambda: 2) == 2
+    assert StoredResults().get("names", lambda: 1) == 1
+    assert StoredResults().get("names", lambda: 2) == 2
