@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -336,10 +337,11 @@ class KnownSetting:
     Attributes:
         default: The value there if no file states it; ``None`` if there is none, or it follows another setting.
         learning: Whether it changes what is learned, or how that is measured. Others are counted, not listed.
-        flag: Our flag for the same value; empty if there is none, or the code of the trainer decides.
+        flag: Our flag for the same value, two for a pair; empty if there is none, or the code of the trainer decides.
         why: What differs in meaning or, without a flag, what there is instead.
-        kind: ``value``, ``number``, ``list``, ``file``, whose default is an example, ``prompts`` for a file or a name
-            of the Hub, or ``switch``, which becomes a flag without value if it is true.
+        kind: ``value``, ``number``, ``count`` for a whole number of 1 or more, ``pair`` for two numbers with a flag
+            each, ``list``, ``file``, whose default is an example, ``prompts`` for a file or a name of the Hub, or
+            ``switch``, which becomes a flag without value if it is true.
         neutral: Further values that ask for nothing, here and there. The default of a row without a flag is one.
         needs: A flag of miles without which this one has no effect: it is written only alongside it.
         other: Whether it belongs to other releases than the one whose defaults the table has.
@@ -700,6 +702,11 @@ def _apply(translation: Translation, key: str, row: KnownSetting) -> None:
         translation.carry(key)
     elif row.kind == "number":
         _write(translation, key, row, translation.number(key))
+    elif row.kind == "count":
+        _write(translation, key, row, translation.count(key))
+    elif row.kind == "pair":
+        words = zip(row.flag.split(), translation.pair(key) or (), strict=False)
+        translation.carry(key, *itertools.chain.from_iterable(words))
     else:
         _write(translation, key, row, [] if row.kind == "switch" else value)
 

@@ -173,7 +173,7 @@ def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
 def limit_time(seconds: float) -> None:
     """End this process after so many more seconds of processor time (0: never), or ``WALL_SECONDS`` times as many.
 
-    A function that ``subprocess_call`` calls may call it to begin its time anew. The signals have their default action.
+    A function that ``subprocess_call`` calls may call it to start its time again. Signals have their default action.
     """
     signal.setitimer(signal.ITIMER_PROF, seconds)
     signal.setitimer(signal.ITIMER_REAL, WALL_SECONDS * seconds)

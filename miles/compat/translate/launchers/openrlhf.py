@@ -53,8 +53,8 @@ class OpenRlhf(Launcher):
         program = "openrlhf.cli.train_ppo"  # without Ray
         if program in translation.document.words:
             translation.miss(program, "is a program of releases before 0.8.0, whose defaults were not read")
-        parts = (_wandb, _images, _lengths, _step, _tokens, _end, _async, _estimator, _critic, _policy, _correction)
-        more = (_kl, _prompts, _filter, _optimizer, _schedule, _evaluation, _engines, _order, _adapter, apply)
+        parts = (_wandb, _images, _lengths, _tokens, _async, _estimator, _critic, _policy, _correction)
+        more = (_kl, _prompts, _filter, _schedule, _evaluation, _engines, _order, _adapter, apply)
         for part in (*parts, *more, write_support):
             translation.attempt(part)
         return translation.attempt(_objective)
@@ -103,26 +103,12 @@ def _lengths(translation: Translation) -> None:
         translation.carry(longest, "--rollout-max-response-len", translation.count("--data.max_len") - 1, why=why)
 
 
-def _step(translation: Translation) -> None:
-    for key, flag in (
-        ("--rollout.batch_size", "--rollout-batch-size"),
-        ("--rollout.n_samples_per_prompt", "--n-samples-per-prompt"),
-        ("--train.batch_size", "--global-batch-size"),
-    ):
-        translation.carry(key, flag, translation.count(key))
-
-
 def _tokens(translation: Translation) -> None:
     dynamic, tokens, micro = "--train.dynamic_batch_enable", "--train.max_tokens_per_gpu", "--train.micro_batch_size"
     if translation.switch(dynamic):
         translation.carry(dynamic, "--use-dynamic-batch-size", "--max-tokens-per-gpu", translation.count(tokens))
     else:
         translation.carry(micro, "--micro-batch-size", translation.count(micro))
-
-
-def _end(translation: Translation) -> None:
-    key = "--train.num_episodes"
-    translation.carry(key, "--num-epoch", translation.count(key))
 
 
 def _async(translation: Translation) -> None:
@@ -197,8 +183,6 @@ def _policy(translation: Translation) -> None:
     clip = translation.number(low)
     ends = translation.pair(bounds) or [clip, clip]
     translation.carry(bounds if translation.has(bounds) else low, "--eps-clip", ends[0], "--eps-clip-high", ends[1])
-    if translation.has("--actor.dual_clip"):
-        translation.carry("--actor.dual_clip", "--eps-clip-c", translation.number("--actor.dual_clip"))
     translation.take([low])
 
 
@@ -269,12 +253,6 @@ def _filter(translation: Translation) -> None:
         path = "miles.rollout.filters:check_reward_nonzero_std"
         translation.carry(key, "--dynamic-sampling-filter-path", path, why=why)
     translation.take([bounds])
-
-
-def _optimizer(translation: Translation) -> None:
-    key = "--actor.adam.betas"
-    if betas := translation.pair(key):
-        translation.carry(key, "--adam-beta1", betas[0], "--adam-beta2", betas[1])
 
 
 def _schedule(translation: Translation) -> None:

@@ -140,7 +140,6 @@ def _step(translation: Translation) -> None:
 
 def _generation(translation: Translation) -> None:
     group, samples = translation.count("num_generations"), _per_generation(translation)
-    translation.carry("num_generations", "--n-samples-per-prompt", group)
     sizes = ("generation_batch_size", "steps_per_generation")
     key = next(filter(translation.has, sizes), "gradient_accumulation_steps")
     if samples % group:

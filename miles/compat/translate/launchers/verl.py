@@ -99,7 +99,6 @@ def _logger(translation: Translation) -> None:
 
 
 def _rows(translation: Translation) -> None:
-    translation.carry("data.prompt_key", "--input-key", translation.text("data.prompt_key"))
     translation.carry("the rows", "--apply-chat-template", "--label-key", "reward_model.ground_truth")
     for part in ("prompt", "response"):
         of_data, key = f"data.max_{part}_length", ROLLOUT + f"{part}_length"  # the engine's, which follows the data's
@@ -146,7 +145,6 @@ def _evaluation(translation: Translation) -> None:
 
 def _step(translation: Translation) -> None:
     group, prompts = translation.count(ROLLOUT + "n"), translation.count(ACTOR + "ppo_mini_batch_size")
-    translation.carry(ROLLOUT + "n", "--n-samples-per-prompt", group)
     translation.carry(ACTOR + "ppo_mini_batch_size", "--global-batch-size", prompts * group)
 
 
@@ -168,9 +166,6 @@ def _end(translation: Translation) -> None:
 
 
 def _optimizer(translation: Translation) -> None:
-    key = ACTOR + "optim.betas"
-    if betas := translation.pair(key):
-        translation.carry(key, "--adam-beta1", betas[0], "--adam-beta2", betas[1])
     earlier = ACTOR + "grad_clip"  # the one that FSDP reads; optim.clip_grad is its default, and Megatron's
     key = earlier if translation.has(earlier) and not _is_megatron(translation) else ACTOR + "optim.clip_grad"
     translation.carry(key, "--clip-grad", translation.number(key))
@@ -260,8 +255,6 @@ def _critic(translation: Translation) -> None:
             translation.take([model])
         elif translation.has(model):
             translation.miss(model, "the critic starts from the policy's model here")
-        for key, flag in (("critic.optim.lr", "--critic-lr"), ("critic.cliprange_value", "--value-clip")):
-            translation.carry(key, flag, translation.number(key))
         settings, rows = translation.document.settings, translation.table.rows
         for name in ("ppo_mini_batch_size", "ppo_epochs", "shuffle", "loss_agg_mode", "loss_scale_factor"):
             value = settings[ACTOR + name].value if ACTOR + name in settings else rows[ACTOR + name].default
