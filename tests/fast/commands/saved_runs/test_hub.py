@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
-import subprocess
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
@@ -16,7 +13,6 @@ from transformers import AutoModelForCausalLM
 
 from miles.commands import export
 from miles.observe.run_files import RunFiles, RunHeader
-from tests.fast.docs.tutorial_page import REPO
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -69,19 +65,24 @@ class Hub(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def hub():
+def hub(monkeypatch, tmp_path):
+    from huggingface_hub import constants
+
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.state = SimpleNamespace(asked=[], created={}, files={})
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     server.state.url = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(constants, "ENDPOINT", server.state.url)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
     yield server.state
     server.shutdown()
     server.server_close()
     thread.join()
 
 
-def test_an_export_is_pushed_with_a_card(run, hub, tiny_model, tmp_path):
+def test_an_export_is_pushed_with_a_card(run, hub, tiny_model, tmp_path, monkeypatch, capsys):
     header = RunHeader.load(run.folder)
     data = [{"source": "hf:some/set:train"}, {"source": "rows.jsonl", "bytes": 7, "sha256": "abc"}]
     header.settings["tracking"]["wandb_key"] = "sesame"
@@ -90,16 +91,9 @@ def test_an_export_is_pushed_with_a_card(run, hub, tiny_model, tmp_path):
     )
     for step in range(1, 3):
         RunFiles(run.folder).append_metrics(step, {"rollout/reward": step / 4, "eval/own/reward": 0.125, "train/x": 9})
-    environ = os.environ | {
-        "HF_ENDPOINT": hub.url,
-        "HF_TOKEN": "writes",
-        "HF_HUB_OFFLINE": "0",
-        "PYTHONPATH": str(REPO),
-    }
-    words = ["export", str(run.folder), str(tmp_path / "out"), "--push-to-hub", "mine", "--private"]
-    done = subprocess.run([sys.executable, "-m", "miles", *words], env=environ, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == f"{hub.url}/me/mine"
+    monkeypatch.setenv("HF_TOKEN", "writes")
+    export.main([str(run.folder), str(tmp_path / "out"), "--push-to-hub", "mine", "--private"])
+    assert capsys.readouterr().out.splitlines()[-1] == f"{hub.url}/me/mine"
     assert hub.created["name"] == "mine" and "private" in (*hub.created, *hub.created.values())
     assert hub.asked.index("/api/repos/create") < next(i for i, path in enumerate(hub.asked) if "/commit/" in path)
     (tmp_path / "pulled").mkdir()
@@ -129,11 +123,8 @@ def test_an_export_is_pushed_with_a_card(run, hub, tiny_model, tmp_path):
     ],
 )
 def test_a_token_that_may_not_write_is_told_before_the_export(token, told, run, hub, tmp_path, monkeypatch, capsys):
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", hub.url if token != "writes" else "http://127.0.0.1:9")
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+    if token == "writes":
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     if token is None:
         monkeypatch.delenv("HF_TOKEN", raising=False)
     else:
