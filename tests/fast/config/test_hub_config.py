@@ -1,13 +1,15 @@
 """A model that is only on the hub is judged by its config before anything starts. The hub is a server of the test."""
 
 import json
-import os
-import subprocess
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
+from huggingface_hub import constants
+
+from miles.commands import train
+from miles.compat.border import parse_or_exit
 
 SIZES = {
     "num_hidden_layers": 2,
@@ -65,27 +67,45 @@ class Hub(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def explained(command, tmp_path):
-    """Run a command with ``--explain`` against the hub of this file, or without one."""
+def hub(monkeypatch, tmp_path):
+    """Have huggingface_hub ask the hub of this file, with an empty cache."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     Hub.asked = 0
-
-    def run(name, flags="", last="--explain", **environment):
-        words = [*command(flags, without="--hf-checkpoint"), "--hf-checkpoint", name, "--actor-num-gpus-per-node", "1"]
-        hub = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
-        program = [sys.executable, "-m", "miles", "train", *words, *last.split()]
-        return subprocess.run(program, env={**os.environ, **hub, **environment}, capture_output=True, text=True)
-
-    yield run
+    url = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    template = url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    yield
     server.shutdown()
     server.server_close()
 
 
+@pytest.fixture
+def explained(hub, command, capsys):
+    """Return the end of ``miles train --explain``, or of the check of a command that starts."""
+
+    def run(name, flags="", starts=False):
+        words = [*command(flags, without="--hf-checkpoint"), "--hf-checkpoint", name, "--actor-num-gpus-per-node", "1"]
+        status = 0
+        try:
+            if starts:
+                parse_or_exit(words, starts=True)
+            else:
+                train.main([*words, "--explain"])
+        except SystemExit as end:
+            status = end.code
+        return SimpleNamespace(returncode=status, **capsys.readouterr()._asdict())
+
+    return run
+
+
 def test_config_is_fetched_once_and_judged(explained):
     refused = explained("of/qwen3", "--num-layers 4")
-    assert refused.returncode == 2 and "--num-layers 4: contradicts --hf-checkpoint" in refused.stderr
-    assert "Traceback" not in refused.stderr and Hub.asked > 0
+    assert refused.returncode == 2 and "--num-layers 4: contradicts --hf-checkpoint" in refused.err
+    assert Hub.asked > 0
     Hub.asked = 0
     assert explained("of/qwen3", "--num-layers 2").returncode == 0
     assert Hub.asked == 0  # the cache has it
@@ -93,11 +113,11 @@ def test_config_is_fetched_once_and_judged(explained):
 
 def test_bridge_is_judged_by_the_config(explained):
     converted = explained("of/qwen3", "--megatron-to-hf-mode bridge")
-    assert converted.returncode == 0 and "miles converts this family itself" in converted.stdout
+    assert converted.returncode == 0 and "miles converts this family itself" in converted.out
     unknown = explained("of/foo", "--megatron-to-hf-mode bridge")
-    assert unknown.returncode == 2 and "its config has model_type foo" in unknown.stderr
+    assert unknown.returncode == 2 and "its config has model_type foo" in unknown.err
     for family in ("deepseek_v3", "glm4_moe", "qwen3_moe", "with --megatron-to-hf-mode bridge, mistral"):
-        assert family in unknown.stderr
+        assert family in unknown.err
 
 
 @pytest.mark.parametrize(
@@ -110,25 +130,26 @@ def test_bridge_is_judged_by_the_config(explained):
 )
 def test_model_that_cannot_be_had_is_refused(explained, name, sentence):
     refused = explained(name)
-    assert refused.returncode == 2 and sentence in refused.stderr and "Traceback" not in refused.stderr
+    assert refused.returncode == 2 and sentence in refused.err
 
 
 @pytest.mark.parametrize(
-    ("environment", "why"),
+    ("constant", "value", "why"),
     [
-        ({"HF_ENDPOINT": "http://127.0.0.1:9"}, "the Hugging Face hub cannot be reached"),
-        ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE forbids to fetch it"),
+        ("ENDPOINT", "http://127.0.0.1:9", "the Hugging Face hub cannot be reached"),
+        ("HF_HUB_OFFLINE", True, "HF_HUB_OFFLINE forbids to fetch it"),
     ],
 )
-def test_without_the_hub_a_note_says_that_the_model_is_judged_later(explained, environment, why):
-    accepted = explained("of/qwen3", "--num-layers 4", **environment)
-    assert accepted.returncode == 0, accepted.stderr
-    assert why in accepted.stdout and Hub.asked == 0
-    refused = explained("of/qwen3", last="", **environment)
-    assert refused.returncode == 2 and "--hf-checkpoint of/qwen3: " in refused.stderr and why in refused.stderr
-    assert "; check the network, or give a folder" in refused.stderr
+def test_without_the_hub_a_note_says_that_the_model_is_judged_later(explained, monkeypatch, constant, value, why):
+    monkeypatch.setattr(constants, constant, value)
+    accepted = explained("of/qwen3", "--num-layers 4")
+    assert accepted.returncode == 0, accepted.err
+    assert why in accepted.out and Hub.asked == 0
+    refused = explained("of/qwen3", starts=True)
+    assert refused.returncode == 2 and "--hf-checkpoint of/qwen3: " in refused.err and why in refused.err
+    assert "; check the network, or give a folder" in refused.err
 
 
 def test_wrong_flags_are_reported_without_the_hub(explained):
     refused = explained("of/qwen3", "--num-layers 4 --eps-clip -1")
-    assert refused.returncode == 2 and "--eps-clip" in refused.stderr and Hub.asked == 0
+    assert refused.returncode == 2 and "--eps-clip" in refused.err and Hub.asked == 0
