@@ -60,7 +60,6 @@ LONGEST = (
     "tasks/rewards/test_reward_process.py",
     "tasks/rewards/test_hostile_answers.py",
     "engine/test_torch_engine.py",
-    "test_reading_path.py",
 )
 
 

@@ -39,6 +39,7 @@ def entered(tiny_model, tmp_path_factory):
     return json.loads(ended.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_a_step_is_read_through_the_files_of_the_table(entered):
     path = [file for row in table("## A GRPO step") for file in row]
     skipped = [pattern for row in table("Entered too, and skipped") for pattern in row]
