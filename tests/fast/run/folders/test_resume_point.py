@@ -3,10 +3,7 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch.distributed.checkpoint as dcp
@@ -17,8 +14,6 @@ from miles.config.model import ModelArguments
 from miles.run.checkpoints import check_same_steps
 from miles.run.resume import check_frozen_models, resume_point
 from miles.training.checkpoint_files import publish, reference_folder, staging, write_run_state
-
-REPO = Path(__file__).resolve().parents[4]
 
 
 @pytest.fixture
@@ -156,35 +151,3 @@ def test_the_reference_in_a_checkpoint_is_a_frozen_model(tmp_path):
     damage(reference)
     with pytest.raises(ValueError, match=r"the checkpoint reference is damaged: reference/__0_0.distcp is truncated"):
         check_frozen_models(ModelArguments(ref_load=str(reference)))
-
-
-def train(root, model, *flags):
-    prompts = root.parent / "prompts.jsonl"
-    prompts.write_text('{"input": "1 + 1 = ", "label": "2"}\n')
-    words = ["--hf-checkpoint", str(model), "--prompt-data", str(prompts), "--rm-type", "math", "--num-rollout", "1"]
-    words += ["--device", "cpu"]
-    words += [
-        "--label-key",
-        "label",
-        "--n-samples-per-prompt",
-        "4",
-        "--rollout-batch-size",
-        "4",
-        "--global-batch-size",
-        "16",
-        "--rollout-max-response-len",
-        "8",
-    ]
-    words += ["--load", str(root), "--output-dir", str(root / "output"), *flags]
-    return subprocess.run(
-        [sys.executable, REPO / "train.py", *words], capture_output=True, text=True, env=os.environ, timeout=100
-    )
-
-
-def test_the_command_ends_with_one_sentence_before_anything_starts(root, tiny_model):
-    damage(root / "iter_0000006", "random_state_rank0.pt")
-    run = train(root, tiny_model, "--no-load-fallback")
-    assert run.returncode == 1
-    (line,) = run.stderr.splitlines()
-    fault = "the newest checkpoint iter_0000006 is damaged: random_state_rank0.pt is truncated"
-    assert line.startswith(f"train.py: error: --load {root}: {fault}")

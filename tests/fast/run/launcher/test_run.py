@@ -100,6 +100,17 @@ def test_a_run_that_is_done_ends_before_anything_starts(tmp_path, monkeypatch, c
     assert started == [str(saved)] * 3
 
 
+def test_a_damaged_checkpoint_ends_the_command_with_one_sentence_before_anything_starts(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(launcher, "run", lambda settings, context: pytest.fail("it has started"))
+    os.truncate(save_checkpoint(tmp_path / "saved", 6) / "random_state_rank0.pt", 10)
+    words = minimal(f"--rollout-shuffle --load {tmp_path}/saved --no-load-fallback --output-dir {tmp_path}/out")
+    with pytest.raises(SystemExit, match="1"):
+        launcher.launch(replace(validate(parse(words)), inputs=Inputs()), exit_with_message)
+    (line,) = capsys.readouterr().err.splitlines()
+    fault = "the newest checkpoint iter_0000006 is damaged: random_state_rank0.pt is truncated"
+    assert line.partition("error: ")[2].startswith(f"--load {tmp_path}/saved: {fault}")
+
+
 @pytest.mark.parametrize("shared", ["--save", "--output-dir", "--save-hf", "--update-weight-disk-dir"])
 def test_a_second_launcher_in_a_folder_of_the_first_is_refused(tmp_path, monkeypatch, capsys, shared):
     def start(name, run):

@@ -3,8 +3,6 @@
 import base64
 import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -254,22 +252,6 @@ def test_text_of_a_placeholder_in_a_message_is_text(model: str, tmp_path: Path) 
     (prompt,) = prompts(tmp_path, [{"problem": "<image> <|image_pad|>?", "images": "a.png"}], model)
     assert prompt.images is not None
     assert prompt.token_ids.count(prompt.images.placeholder_id) == sum(prompt.images.counts)
-
-
-def test_reading_text_loads_nothing_for_images(tmp_path: Path) -> None:
-    from miles.models.tiny import character_tokenizer
-
-    character_tokenizer().save_pretrained(tmp_path / "model")
-    (tmp_path / "rows.jsonl").write_text('{"problem": "1+1=", "answer": "2"}\n')
-    code = (
-        "import sys; from miles.tasks.data.prompts import load_prompts; "
-        "from miles.tasks.data.settings import DataArguments; from miles.base.tokenizer import load_tokenizer; "
-        "data = DataArguments(input_key='problem', label_key='answer', apply_chat_template=True); "
-        f"print(len(load_prompts('{tmp_path}/rows.jsonl', data, load_tokenizer('{tmp_path}/model')))); "
-        "print([name for name in sys.modules if 'miles' in name and ('image' in name or 'vision' in name)])"
-    )
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert output.split("\n")[:2] == ["1", "[]"]
 
 
 def test_conversations_have_images_and_train_on_text(each_model: str, tmp_path: Path) -> None:
