@@ -92,7 +92,8 @@ def scored(policy, groups, supports="required"):
 
 
 @pytest.mark.parametrize("fields", SAMPLING.values(), ids=SAMPLING)
-def test_log_probs_of_engine_and_trainer_agree(folder, policy, fields):
+def test_log_probs_agree_and_without_replay_every_ratio_is_the_mass_that_was_kept(folder, policy, fields):
+    """So is the mean ratio, which is 1 between two distributions over the same tokens."""
     groups = generate(folder, sampling_of(**fields))
     _, micro, scores = scored(policy, groups)
     whole = [sample.tokens for group in groups for sample in group.samples]
@@ -102,13 +103,7 @@ def test_log_probs_of_engine_and_trainer_agree(folder, policy, fields):
     sizes = torch.tensor([size for g in groups for s in g.samples for size in s.support.sizes.tolist()])
     assert (sizes >= 1).all() and sizes.double().mean() > 1.5, "something is left to draw from"
 
-
-@pytest.mark.parametrize("fields", SAMPLING.values(), ids=SAMPLING)
-def test_without_replay_every_ratio_is_the_mass_that_was_kept(folder, policy, fields):
-    """So is the mean ratio, which is 1 between two distributions over the same tokens."""
-    groups = generate(folder, sampling_of(**fields))
     _, micro, scores = scored(policy, groups, "left out")
-    error = 2 * log_prob_error(model(), [s.tokens for g in groups for s in g.samples], TEMPERATURE)
     ratios = (scores.log_probs - micro.rollout_log_probs).exp()
     sets = [one for g in groups for s in g.samples for one in s.support.sets()]
     masses = []

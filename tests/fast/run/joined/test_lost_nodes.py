@@ -62,7 +62,9 @@ def added(cluster: Cluster) -> tuple[str, psutil.Process]:
 
 
 @pytest.mark.usefixtures("watch")
-@pytest.mark.parametrize(("number", "patience"), [(signal.SIGKILL, 60.0), (signal.SIGSTOP, 2.0)])
+@pytest.mark.parametrize(
+    ("number", "patience"), [pytest.param(signal.SIGKILL, 60.0, marks=pytest.mark.slow), (signal.SIGSTOP, 2.0)]
+)
 def test_a_worker_is_lost_with_its_node_and_the_run_takes_another(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, patience: float
 ) -> None:
