@@ -1,11 +1,8 @@
 """benchmarks/levers.py: each lever changes the computation, and not its result."""
 
 import copy
-import json
-import os
 from collections import Counter
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -125,6 +122,7 @@ def small_caches(monkeypatch):
     monkeypatch.setattr(packed_attention, "CACHED_BYTES", 1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_caches")
 @pytest.mark.parametrize(("lever", "part"), cases())
 def test_a_lever_changes_the_operations_and_not_the_result(levers, make_bench, lever, part):
@@ -180,89 +178,3 @@ def test_only_whole_equal_prompts_are_shared_without_the_sharing_of_beginnings(l
     assert len(token_indices[1]) == len(bench.groups) * prompt + 6 * samples
     assert len(token_indices[2]) == sum(lengths)
     assert len(token_indices[0]) < len(token_indices[1])
-
-
-def test_prompt_lookup_counts_the_tokens_that_it_would_have_proposed(levers, make_bench):
-    tried = benchmark("levers_tried")
-    assert tried.passes([1, 2, 3, 4, 5, 6], 2) == 4  # no pair of tokens occurred before
-    assert tried.passes([1, 2, 3, 4, 1, 2, 3, 4, 9], 6) == 1  # 3 and 4 are kept, and 9 is drawn
-    assert tried.passes([1, 2, 3, 7, 1, 2, 3, 4, 9], 6) == 2  # 3 is kept, 4 is drawn instead of 7
-    assert 1 <= tried.tokens_per_pass(make_bench("float32")) <= 1 + tried.DRAFTS
-    whole, cut = tried.micro_batch_tokens(make_bench("float32"))
-    assert whole < cut
-
-
-def test_medians_leave_out_the_warm_up(levers, capsys):
-    seconds = iter([(9.0, 90.0), (8.0, 80.0), (1.0, 2.0), (3.0, 4.0)])
-
-    class Timed:
-        def run(self, function, *arguments):
-            assert function is levers.seconds_of
-            return next(seconds)
-
-    lever = levers.BY_NAME["fused AdamW"]
-    row = levers.measure(lever, "optimizer", (Timed(), Timed()), repeats=1)
-    assert row["times"] == 3.0 and row["wall_times"] == 2.0
-    assert row["processor_seconds"] == {"with": 1.0, "without": 3.0}
-    assert row["first_wall_seconds"] == {"with": 90.0, "without": 80.0}
-    assert "optimizer without it" in capsys.readouterr().err
-
-
-def test_a_worker_starts_in_its_environment(levers, monkeypatch):
-    environment = {}
-
-    class Pool:
-        def __init__(self, *arguments, **named):
-            pass
-
-        def submit(self, function):
-            environment.update(os.environ)
-            return SimpleNamespace(result=function)
-
-    monkeypatch.setattr(levers, "ProcessPoolExecutor", Pool)
-    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "7")
-    before = dict(os.environ)
-    levers.Worker(None, os.environ | levers.RETURNED)
-    assert environment["MALLOC_MMAP_THRESHOLD_"] == str(2 << 20) and "MALLOC_TRIM_THRESHOLD_" not in environment
-    assert dict(os.environ) == before
-
-
-def test_a_change_in_another_environment_is_measured_in_one_process(levers, monkeypatch):
-    class Named(str):
-        closed = False
-
-        def run(self, function):
-            return 1.0
-
-        def close(self):
-            self.closed = True
-
-    monkeypatch.setattr(levers, "Worker", lambda options, environment: Named(environment["MALLOC_MMAP_THRESHOLD_"]))
-    monkeypatch.setattr(levers, "measure", lambda lever, part, workers, repeats: {"workers": workers})
-    options, base, returned = SimpleNamespace(repeats=1), Named("base"), str(2 << 20)
-
-    def workers(name):
-        return [row["workers"] for row in levers.measured(levers.BY_NAME[name], options, base)]
-
-    assert workers("fused AdamW") == [("base", "base")]
-    assert workers("memory kept") == [("base", returned)] * 3
-    assert workers("jemalloc, as Ray ships it") == [(returned, "base")]
-    assert workers("the same, where memory is returned") == [(returned, returned)]
-    assert not base.closed
-
-
-def test_names_of_recorded_tokens_are_those_of_the_vocabulary(levers, tmp_path, monkeypatch):
-    class Words:
-        @staticmethod
-        def encode(text, add_special_tokens):
-            return [len(word) for word in text.split()]
-
-    monkeypatch.setattr(lever_bench := benchmark("lever_bench"), "load_tokenizer", lambda path: Words)
-    row = {"rollout_id": 1, "prompt": "a bb", "group": 0, "trajectory": 0, "reward": 1.0}
-    rows = [row | {"tokens": ["ccc", " dd"], "rollout_log_probs": [-1.0, -2.0]}]
-    rows += [row | {"rollout_id": 2, "tokens": ["a a"], "rollout_log_probs": [-3.0]}]
-    file = tmp_path / "samples.jsonl"
-    file.write_text("\n".join(map(json.dumps, rows)))
-    (first,), (second,) = lever_bench.recorded(file, "model")
-    assert first.prompt.token_ids == (1, 2) and first.samples[0].response_ids == [3, 2]
-    assert second.samples[0].response_ids == [1, 1] and second.samples[0].rollout_log_probs == [-3.0, -3.0]

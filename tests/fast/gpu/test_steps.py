@@ -1,6 +1,5 @@
 """The measured training step of tests/gpu with a small model on CPU, up to its page."""
 
-import argparse
 import json
 import os
 import subprocess
@@ -49,15 +48,6 @@ def test_a_step_is_measured_and_shown(model, tmp_path, backend, more):
     assert f"{report['tokens_per_second']:.0f}" in row and "peak unknown" in row
 
 
-def test_samples_of_unequal_length_fill_as_many_tokens():
-    options = argparse.Namespace(micro_batches=4, micro_tokens=8192, sample_tokens=2048, unequal=True)
-    lengths = train_step.lengths_of(options)
-    assert len(lengths) % 2 == 0 and (min(lengths), max(lengths)) == (256, 2048)
-    assert sum(lengths) == pytest.approx(4 * 8192, rel=0.1)
-    options.unequal = False
-    assert train_step.lengths_of(options) == [2048] * 16
-
-
 def test_the_operations_of_a_step_are_those_of_a_4b_model():
     """Six per weight and token, and 6 x layers x width of heads x length per token for causal attention."""
     from types import SimpleNamespace
@@ -68,20 +58,3 @@ def test_the_operations_of_a_step_are_those_of_a_4b_model():
     batch = SimpleNamespace(total_lengths=[2048] * 16, response_lengths=[2048] * 16)
     weights, attention = 4.02e9, 36 * 32 * 128 * 2048
     assert train_step.operations(config, batch) == pytest.approx(6 * 32768 * (weights + attention), rel=0.01)
-
-
-def test_a_step_that_does_not_fit_is_skipped_with_its_reason(monkeypatch, capsys):
-    has = argparse.Namespace(total_memory=80 * 1024**3)
-    monkeypatch.setattr(train_step.torch.cuda, "get_device_properties", lambda device: has)
-    gpu = argparse.Namespace(is_gpu=True, torch="cuda:0")
-    train_step.skip_if_too_large(60.0, gpu)
-    train_step.skip_if_too_large(None, gpu)
-    with pytest.raises(SystemExit) as ended:
-        train_step.skip_if_too_large(117.4, gpu)
-    assert ended.value.code == 77
-    assert capsys.readouterr().out == "skipped: --rehearse foresees 117 GiB; this GPU has 80\n"
-
-
-def test_the_largest_tensor_is_found():
-    torch = train_step.torch
-    assert train_step.largest_allocation(lambda: [torch.zeros(1000), torch.ones(70_000) + 1]) == 280_000
