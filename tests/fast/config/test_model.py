@@ -45,18 +45,3 @@ def test_a_name_on_the_hub_has_the_config_of_its_last_download(downloaded):
     assert local_config(model, "hf_checkpoint") == QWEN3
     (folder / "refs" / "main").write_bytes(b"\xff")
     assert local_config(model, "hf_checkpoint") is None
-
-
-def test_a_flag_that_contradicts_it_is_refused(refused, downloaded):
-    downloaded(QWEN3)
-    flags = "--hf-checkpoint org/model --train-backend megatron"
-    (message,) = refused(f"{flags} --num-layers 5", "--hf-checkpoint")
-    assert message.startswith("--num-layers 5: contradicts --hf-checkpoint, whose config.json gives --num-layers 4")
-    (message,) = refused(f"{flags} --pipeline-model-parallel-size 8", "--hf-checkpoint")
-    assert "must divide the model's 4 layers" in message
-
-
-def test_what_is_not_trained_is_refused(refused, downloaded):
-    downloaded(QWEN3 | dict(quantization_config={"quant_method": "fp8"}))
-    (message,) = refused("--hf-checkpoint org/model --train-backend fsdp", "--hf-checkpoint")
-    assert message.startswith("--hf-checkpoint org/model: its config.json has a quantization_config")

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from miles.base.flags import FlagError, collect_errors
 from miles.compat.border import read_command
 from miles.config.parser import judge
-from miles.config.validate import validate
 from miles.objective.aggregation import VERL_MODES, reconcile_aggregation
 from miles.objective.settings import LossArguments
 from tests.fast.config.conftest import minimal
@@ -287,9 +286,3 @@ def test_only_aggregation_flags_change(loss):
     names = ("loss_aggregation", "loss_aggregation_divisor", "loss_aggregation_alpha", "calculate_per_token_loss")
     aliases = ("pg_loss_divisor", "loss_agg_mode", "loss_scale_factor")
     assert replace(loss, **{name: getattr(result, name) for name in names + aliases}) == result
-
-
-def test_validate_is_idempotent(validated):
-    for flags in ("", "--pg-loss-divisor 3", "--loss-agg-mode token-mean", "--num-steps-per-rollout 4"):
-        once = validated(flags).settings
-        assert validate(once).settings == once

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import math
 import os
 import random
 import re
@@ -216,17 +215,6 @@ def test_the_figure_of_the_page_is_within_its_interval(folder):
         assert len(by_seed) >= 3 and low <= figure <= high
         runs_in_turns = "PLACE=()" not in (folder / "run.sh").read_text(encoding="utf-8")
         assert not runs_in_turns or by_seed[1] == pytest.approx(figure, abs=5e-4), "another time decides otherwise"
-
-
-@pytest.mark.parametrize("degrees", curves.STUDENT)
-def test_student_holds_95_percent(degrees):
-    """Integrate the density of Student's t between the bounds, by Simpson's rule."""
-    bound, steps = curves.STUDENT[degrees], 2000
-    scale = math.gamma((degrees + 1) / 2) / (math.sqrt(degrees * math.pi) * math.gamma(degrees / 2))
-    points = [-bound + 2 * bound * i / steps for i in range(steps + 1)]
-    heights = [scale * (1 + t * t / degrees) ** (-(degrees + 1) / 2) for t in points]
-    area = heights[0] + heights[-1] + 4 * sum(heights[1:-1:2]) + 2 * sum(heights[2:-1:2])
-    assert area * 2 * bound / steps / 3 == pytest.approx(0.95, abs=1e-4)  # bounds have three places
 
 
 def test_one_more_normal_run_is_within_the_interval_in_95_percent():

@@ -32,15 +32,6 @@ def test_what_a_page_loads_from_the_network_is_found():
     assert docs_hooks.loaded_from_network(page) == ["https://f/g.js", "//h/i.css", "http://j/k.png"]
 
 
-def test_formulas_are_drawn_by_files_of_the_repository():
-    docs = REPO / "docs"
-    (line,) = re.findall(r"^extra_javascript: \[(.*)\]$", (REPO / "mkdocs.yml").read_text(encoding="utf-8"), re.M)
-    settings, mathjax = (docs / name for name in line.split(", "))
-    assert "window.MathJax" in settings.read_text(encoding="utf-8"), "the settings come first"
-    assert 2_000_000 < mathjax.stat().st_size < 3_000_000
-    assert "Apache License" in (mathjax.parent / "LICENSE").read_text(encoding="utf-8")
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_formula_of_the_site_is_drawn(tmp_path):

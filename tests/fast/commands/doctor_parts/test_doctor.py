@@ -18,7 +18,6 @@ from miles.commands.doctor import (
     PACKAGES,
     SGLANG,
     SMOLLM2,
-    MachineFinding,
     Package,
     State,
     as_text,
@@ -174,14 +173,6 @@ def test_leftovers_are_listed_and_removed_and_live_runs_stay(tmp_path):
         process.wait(timeout=60)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["live", LOCK, "other"]
     assert leftovers(tmp_path, clean=True)[0] != [], "the run has ended meanwhile"
-
-
-def test_text_has_one_line_per_command():
-    text = as_text(
-        [MachineFinding("sglang", State.MISSING, "not installed", "disables x", install_command("sglang", SGLANG))]
-    )
-    (line,) = [line for line in text.splitlines() if "->" in line]
-    assert line.strip() == f"-> {install_command('sglang', SGLANG)}"
 
 
 def test_wrong_timeout_is_refused(capsys):

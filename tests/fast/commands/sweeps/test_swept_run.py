@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -142,9 +141,3 @@ def test_a_run_that_another_process_writes_is_left_alone(tmp_path: Path) -> None
     with locked_folders([("--output-dir", run.folder)]):
         assert "a process is writing this run" in (run.fault() or "")
     assert run.fault() is None
-
-
-@pytest.mark.parametrize("seed", [1, 2])
-def test_runs_are_named_by_variant_and_seed(tmp_path: Path, seed: int) -> None:
-    run = SweptRun(replace(one(tmp_path), seed=seed))
-    assert run.name == f"run seed {seed}"

@@ -2,8 +2,6 @@
 
 import pytest
 
-from scripts.pages.launch_scripts import launch_page
-
 KL = "--use-kl-loss --kl-loss-coef 0.1"
 
 
@@ -41,27 +39,9 @@ def test_biases_of_experts_are_not_updated(accepted, backend):
     assert notes(accepted, f"--train-backend {backend} --num-experts 4", "--moe-router") == []
 
 
-def test_the_page_lists_both():
-    table = launch_page().partition("## Same flag, other default or meaning")[2].partition("\n## ")[0]
-    assert "| `--ref-load` | names the initial weights too, with Megatron" in table
-    assert "| `--moe-router-bias-update-rate` with `--moe-router-enable-expert-bias` | 0.001 | 0: " in table
-
-
 @pytest.mark.parametrize("backend", ["megatron", "fsdp"])
 @pytest.mark.parametrize("flags", ["--fp8-format e4m3", "--fp8-recipe blockwise"])
 def test_training_in_8_bits_is_refused_by_name(refusals, backend, flags):
     """Neither backend does, so neither is recommended."""
     (message,) = refusals(f"--train-backend {backend} {flags}")
     assert message == f"{flags}: training in 8 or 4 bits is not part of this version, which has bf16 and fp32; drop it"
-
-
-@pytest.mark.parametrize(
-    ("flags", "heading", "why"),
-    [
-        ("--freeze-e-score-correction-bias", "already so", "biases of experts stay those of the checkpoint"),
-        ("--log-probs-max-tokens-per-gpu 4096", "speed only", "log-probs are scored in the micro-batches of the step"),
-    ],
-)
-def test_noted_for_what_it_does(accepted, flags, heading, why):
-    (note,) = (note for note in accepted(flags).accepted if note.written == flags)
-    assert (note.heading, note.why) == (heading, why)

@@ -72,15 +72,6 @@ def test_resume_keeps_exactly_the_earlier_steps(length: int, resumed: int) -> No
         assert list(read_samples(files.output_dir)) == steps
 
 
-def test_lines_are_strict_json(tmp_path: Path) -> None:
-    RunFiles(tmp_path).append_metrics(0, {"a": math.nan, "b": math.inf})
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is not JSON")
-
-    assert json.loads((tmp_path / METRICS).read_text(), parse_constant=refuse) == {"step": 0, "a": None, "b": None}
-
-
 def test_rows_of_one_step_are_joined(tmp_path: Path) -> None:
     files = RunFiles(tmp_path)
     files.append_metrics(0, {"rollout/reward": 0.5})

@@ -159,11 +159,6 @@ def test_all_samples_are_stored(tmp_path: Path) -> None:
     assert [s.prompt for s in read_samples(tmp_path)[0]] == [f"p{i}" for i in range(8)]
 
 
-def test_no_report(tmp_path: Path) -> None:
-    run(arguments(tmp_path, no_report=True), range(1))
-    assert not (tmp_path / REPORT).exists()
-
-
 def test_a_run_that_logged_nothing_does_not_touch_an_earlier_one(tmp_path: Path) -> None:
     run(arguments(tmp_path), range(2))
     run(arguments(tmp_path), range(0))

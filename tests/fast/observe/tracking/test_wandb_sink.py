@@ -46,25 +46,17 @@ def tracking_of(folder: Path, **flags) -> TrackingArguments:
 
 def test_wandb_writes_a_table_of_answers_offline(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    sink = WandbSink(tracking_of(tmp_path), HEADER)
+    sink = WandbSink(tracking_of(tmp_path, wandb_run_id="mine-7"), HEADER, "of-the-checkpoint")
+    assert (sink.run_id, sink._run.settings.resume) == ("mine-7", "allow"), "the flag names the run"
     sink.log(3, {"train/loss": 0.5})
     sink.log_samples(3, SAMPLES)
     assert services()
     sink.close()
     assert not services()
-    [path] = tmp_path.glob("wandb/offline-run-*/files/media/table/samples_*.table.json")
+    [path] = tmp_path.glob("wandb/offline-run-*-mine-7/files/media/table/samples_*.table.json")
     table = json.loads(path.read_text())
     assert table["columns"] == list(SampleTables.columns)
     assert [row[table["columns"].index("response")] for row in table["data"]] == [f"answer {i}" for i in (0, 2, 4, 6)]
-
-
-def test_wandb_has_the_run_that_the_flag_names(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    sink = WandbSink(tracking_of(tmp_path, wandb_run_id="mine-7"), HEADER, "of-the-checkpoint")
-    result = sink.run_id, sink._run.settings.resume
-    sink.close()
-    assert result == ("mine-7", "allow")
-    assert list(tmp_path.glob("wandb/offline-run-*-mine-7/run-mine-7.wandb"))
 
 
 def test_mode_and_folder_are_those_of_the_flags_and_a_resumed_run_keeps_its_id(tmp_path, monkeypatch, capsys):
