@@ -11,7 +11,7 @@ from miles.compat.verdicts import CONDITIONS, FOREIGN_FLAGS, Foreign
 from miles.config.notes import written
 from miles.config.parser import judge
 from tests.fast.config.conftest import minimal
-from tests.fast.config.test_needs import QWEN3
+from tests.fast.config.conftest import QWEN3
 
 REFUSED = [row for row in FOREIGN_FLAGS.values() if row.heading is None]
 VALUES = {"switch": [], "value": ["7"], "list": ["7", "8"]}

@@ -21,6 +21,19 @@ MINIMAL = {
     "--rollout-max-response-len": "64",
 }
 
+# The config of a small dense model.
+QWEN3 = dict(
+    model_type="qwen3",
+    num_hidden_layers=4,
+    hidden_size=32,
+    intermediate_size=48,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    vocab_size=64,
+    max_position_embeddings=128,
+)
+
 
 def minimal(flags: str = "", without: str = "") -> list[str]:
     """The words of the smallest command, minus the flags ``without``, with ``flags`` added."""

@@ -10,19 +10,11 @@ from huggingface_hub import constants
 
 from miles.commands import train
 from miles.compat.border import parse_or_exit
+from tests.fast.config.conftest import QWEN3
 
-SIZES = {
-    "num_hidden_layers": 2,
-    "hidden_size": 8,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 32,
-    "max_position_embeddings": 128,
-    "intermediate_size": 16,
-}
 CONFIGS = {
-    "of/qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 4, **SIZES},
-    "of/foo": {"model_type": "foo", "architectures": ["FooForCausalLM"], **SIZES},
+    "of/qwen3": QWEN3 | {"architectures": ["Qwen3ForCausalLM"]},
+    "of/foo": QWEN3 | {"model_type": "foo", "architectures": ["FooForCausalLM"]},
     "of/broken": "no config",
     "of/empty": None,
 }
@@ -103,11 +95,11 @@ def explained(hub, command, capsys):
 
 
 def test_config_is_fetched_once_and_judged(explained):
-    refused = explained("of/qwen3", "--num-layers 4")
-    assert refused.returncode == 2 and "--num-layers 4: contradicts --hf-checkpoint" in refused.err
+    refused = explained("of/qwen3", "--num-layers 5")
+    assert refused.returncode == 2 and "--num-layers 5: contradicts --hf-checkpoint" in refused.err
     assert Hub.asked > 0
     Hub.asked = 0
-    assert explained("of/qwen3", "--num-layers 2").returncode == 0
+    assert explained("of/qwen3", "--num-layers 4").returncode == 0
     assert Hub.asked == 0  # the cache has it
 
 
@@ -142,7 +134,7 @@ def test_model_that_cannot_be_had_is_refused(explained, name, sentence):
 )
 def test_without_the_hub_a_note_says_that_the_model_is_judged_later(explained, monkeypatch, constant, value, why):
     monkeypatch.setattr(constants, constant, value)
-    accepted = explained("of/qwen3", "--num-layers 4")
+    accepted = explained("of/qwen3", "--num-layers 5")
     assert accepted.returncode == 0, accepted.err
     assert why in accepted.out and Hub.asked == 0
     refused = explained("of/qwen3", starts=True)
@@ -151,5 +143,5 @@ def test_without_the_hub_a_note_says_that_the_model_is_judged_later(explained, m
 
 
 def test_wrong_flags_are_reported_without_the_hub(explained):
-    refused = explained("of/qwen3", "--num-layers 4 --eps-clip -1")
+    refused = explained("of/qwen3", "--num-layers 5 --eps-clip -1")
     assert refused.returncode == 2 and "--eps-clip" in refused.err and Hub.asked == 0

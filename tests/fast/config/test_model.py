@@ -7,18 +7,7 @@ import pytest
 from huggingface_hub import constants
 
 from miles.config.model import ModelArguments, local_config
-
-QWEN3 = dict(
-    model_type="qwen3",
-    num_hidden_layers=4,
-    hidden_size=32,
-    intermediate_size=48,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    vocab_size=64,
-    max_position_embeddings=128,
-)
+from tests.fast.config.conftest import QWEN3
 
 
 @pytest.fixture

@@ -17,23 +17,13 @@ from miles.config.settings import SECTIONS
 from miles.objective.estimators import ESTIMATORS
 from miles.objective.settings import LossArguments
 from miles.tasks.rewards.settings import RewardArguments
+from tests.fast.config.conftest import QWEN3
 from tests.fast.support.rows import rows
 
 DYNAMIC = "--use-dynamic-batch-size --max-tokens-per-gpu 100"
 SAVED = "--load-debug-rollout-data saved_{rollout_id}.jsonl"
 SGLANG = "--rollout-engine sglang --actor-num-gpus-per-node 2"
 
-QWEN3 = dict(
-    model_type="qwen3",
-    num_hidden_layers=4,
-    hidden_size=32,
-    intermediate_size=48,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    vocab_size=64,
-    max_position_embeddings=128,
-)
 
 # flags, and the same command without those that have no effect
 CASES = [

@@ -9,22 +9,17 @@ from hypothesis import strategies as st
 from miles.commands import train
 from miles.config.parser import parse
 from miles.config.suggest import whole_numbers
+from tests.fast.config.conftest import QWEN3
 
-LAYERS = {
-    "model_type": "qwen3_moe",
-    "num_hidden_layers": 6,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": 64,
-    "max_position_embeddings": 128,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "mlp_only_layers": [0, 2, 4],
-}
+LAYERS = QWEN3 | dict(
+    model_type="qwen3_moe",
+    num_hidden_layers=6,
+    rms_norm_eps=1e-5,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+    mlp_only_layers=[0, 2, 4],
+)
 
 
 @given(st.lists(st.integers(-5, 5), min_size=1, max_size=9))

@@ -5,18 +5,13 @@ import json
 import pytest
 
 from miles.config.notes import SAME
-from tests.fast.config.test_needs import QWEN3
+from tests.fast.config.conftest import QWEN3
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0}
-LATENT = dict(
+LATENT = QWEN3 | dict(
     model_type="deepseek_v3",
     num_hidden_layers=2,
-    hidden_size=32,
-    intermediate_size=48,
-    num_attention_heads=4,
     num_key_value_heads=4,
-    vocab_size=64,
-    max_position_embeddings=128,
     q_lora_rank=16,
     kv_lora_rank=16,
     qk_nope_head_dim=8,

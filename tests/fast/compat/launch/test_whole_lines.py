@@ -5,18 +5,9 @@ import json
 import pytest
 
 from miles.config.explain import explain
+from tests.fast.config.conftest import QWEN3
 
-DENSE = {
-    "model_type": "qwen3",
-    "num_hidden_layers": 4,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-6,
-    "vocab_size": 64,
-    "max_position_embeddings": 128,
-}
+DENSE = QWEN3 | {"rms_norm_eps": 1e-6}
 EXPERTS = DENSE | {
     "model_type": "qwen3_moe",
     "num_experts": 8,

@@ -10,19 +10,9 @@ from miles.config.megatron.rules import check_overrides
 from miles.config.parser import parse
 from miles.config.validate import validate
 from miles.models.registry import vocabulary_shape
+from tests.fast.config.conftest import QWEN3
 
-MISTRAL = dict(
-    model_type="mistral",
-    num_hidden_layers=4,
-    hidden_size=32,
-    intermediate_size=48,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=64,
-    max_position_embeddings=128,
-    sliding_window=None,
-    architectures=["MistralForCausalLM"],
-)
+MISTRAL = QWEN3 | dict(model_type="mistral", sliding_window=None, architectures=["MistralForCausalLM"])
 COMPLETE = {"megatron-bridge": "0.6.2", "megatron-core": "0.19.2", "transformer-engine-torch": "2.20.2"}
 
 

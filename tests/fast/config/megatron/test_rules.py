@@ -8,17 +8,11 @@ from miles.base.flags import FlagError
 from miles.config.parser import parse
 from miles.config.settings import Settings
 from miles.config.validate import validate
+from tests.fast.config.conftest import QWEN3
 
-LLAMA = dict(
+LLAMA = QWEN3 | dict(
     model_type="llama",
-    num_hidden_layers=4,
-    hidden_size=32,
-    intermediate_size=48,
-    num_attention_heads=4,
-    num_key_value_heads=2,
     rms_norm_eps=1e-5,
-    vocab_size=64,
-    max_position_embeddings=128,
     tie_word_embeddings=True,
     rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
 )
