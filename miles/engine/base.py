@@ -134,17 +134,8 @@ class Engine(Protocol):
         An engine of several servers may iterate ``chunks`` again, until the next update, for a server that restarts.
         """
 
-    async def pause(self) -> None:
-        """Stop at the next token. Requests in flight keep their tokens."""
-
-    async def resume(self) -> None:
-        """Continue the paused requests."""
-
     async def abort(self) -> None:
         """End every request in flight now. Each returns its tokens so far, with finish_reason ``abort``."""
-
-    async def health(self) -> bool:
-        """Return whether the engine can serve requests."""
 
     async def close(self) -> None:
         """Release everything that the engine holds. No call may follow."""
@@ -414,21 +405,9 @@ class EngineWrapper:
         """Update the engine's weights."""
         await self._engine.update_weights(chunks, version)
 
-    async def pause(self) -> None:
-        """Pause the engine."""
-        await self._engine.pause()
-
-    async def resume(self) -> None:
-        """Resume the paused engine."""
-        await self._engine.resume()
-
     async def abort(self) -> None:
         """Abort the requests in flight."""
         await self._engine.abort()
-
-    async def health(self) -> bool:
-        """Return whether the engine can serve requests."""
-        return await self._engine.health()
 
     async def close(self) -> None:
         """Close the engine."""

@@ -76,8 +76,6 @@ class TorchEngine:
         self._closed = False
         self._requests: list[_Request] = []
         self._waiting: deque[Sequence] = deque()
-        self._running = asyncio.Event()
-        self._running.set()
         self._between_steps = asyncio.Lock()
         self._serving: asyncio.Task[None] | None = None
 
@@ -143,26 +141,12 @@ class TorchEngine:
         with span("load weights"):
             self._runner.load_weights(chunks)
 
-    async def pause(self) -> None:
-        """Return when the step in progress has ended. Requests in flight keep their tokens."""
-        self._running.clear()
-        async with self._between_steps:
-            pass
-
-    async def resume(self) -> None:
-        """Continue the paused requests."""
-        self._running.set()
-
     async def abort(self) -> None:
         """End every request between two steps. Each returns the tokens that it has, with finish_reason ``abort``."""
         async with self._between_steps:
             for sequence in (*self._batch.sequences, *self._waiting):
                 sequence.finish_reason = "abort"
             self._retire()
-
-    async def health(self) -> bool:
-        """Return False if the engine is closed or its last weight update failed."""
-        return self._weights_whole and not self._closed
 
     def queue_lengths(self) -> dict[str, int]:
         """Return how many requests are not answered, and how many of their sequences run and wait."""
@@ -173,7 +157,6 @@ class TorchEngine:
         """End all requests as ``abort`` does, and release the model, its cache and the thread."""
         self._closed = True
         await self.abort()
-        self._running.set()
         if self._serving is not None:
             await self._serving
         self._thread.shutdown()
@@ -183,11 +166,9 @@ class TorchEngine:
         """Step until no sequence is left. A failure is raised in every caller, and leaves the engine empty."""
         try:
             while self._batch.sequences or self._waiting:
-                await self._running.wait()
                 async with self._between_steps:
-                    if self._running.is_set():
-                        self._check_weights()
-                        await self._step()
+                    self._check_weights()
+                    await self._step()
         except Exception as error:
             for request in self._requests:
                 if not request.finished.done():

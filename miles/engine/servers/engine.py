@@ -2,9 +2,9 @@
 
 ``ServersEngine`` only puts three parts together, which share the states of the servers (states.py)::
 
-    requests.py        generate, abort                        a failed request ──> checks by health.py
-    weight_updates.py  update_weights, pause, release_memory  a starting server gets its weights here
-    health.py          checks at intervals, replacement       no answer will come ──> requests.py ends them
+    requests.py        generate, abort                   a failed request ──> checks by health.py
+    weight_updates.py  update_weights, release_memory    a starting server gets its weights here
+    health.py          checks at intervals, replacement  no answer will come ──> requests.py ends them
 
 Other processes may send requests to the same servers (requests.py). They have the first part, and the engine
 keeps the other two.
@@ -98,7 +98,6 @@ class ServersEngine:
         put_into_use = self._weights.put_into_use
         self._health = Health(self.servers, sglang, vocab_size, router, put_into_use, unresponsive_seconds)
         self._requests = Requests(self.servers, config, share, self.check_servers)
-        self._pause_mode = sglang.pause_generation_mode
         self._senders: RemoteSenders | None = None
 
     async def start(self) -> None:
@@ -162,19 +161,8 @@ class ServersEngine:
             raise RuntimeError(f"{in_flight} requests are in flight: engines release their memory when idle")
         await self._weights.release_memory()
 
-    async def pause(self) -> None:
-        """Stop at the next token. Requests in flight keep their tokens."""
-        await self._weights.pause()
-
-    async def resume(self) -> None:
-        """Continue the paused requests."""
-        await self._weights.resume()
-
     async def abort(self) -> None:
-        """End every request in flight. Each returns its tokens so far; those that wait for a slot return nothing.
-
-        For a request that ``retract`` has paused, the server returns only the first tokens: abort before pausing.
-        """
+        """End every request in flight. Each returns its tokens so far; those that wait for a slot return nothing."""
         servers = self.servers
         ended = [asyncio.ensure_future(self._requests.abort_all())]
         if self._senders is not None:
@@ -184,20 +172,12 @@ class ServersEngine:
             _, ending = await asyncio.wait(ended, timeout=0)
             while ending:
                 await servers.call_all(lambda client: client.abort_all())
-                if servers.paused:  # a request must run to end, and ends with its next token
-                    await servers.call_all(lambda client: client.resume())
                 # A request that reaches its server after the abort call needs another one.
                 _, ending = await asyncio.wait(ending, timeout=ABORT_AGAIN_SECONDS)
             await asyncio.gather(*ended)
         finally:
             for waiting in ended:
                 waiting.cancel()
-        if servers.paused:
-            await servers.call_all(lambda client: client.pause(self._pause_mode))
-
-    async def health(self) -> bool:
-        """Return whether a server answers and has the weights that it should have."""
-        return await self._health.any_healthy()
 
     async def close(self) -> None:
         """Stop the servers that were started here."""

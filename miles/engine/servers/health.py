@@ -55,8 +55,7 @@ class Health:
             sglang: Their flags.
             vocab_size: The size of the model's vocabulary; answers to probes are checked against it.
             router: The router in front of the servers; None if there is one server.
-            put_into_use: Gives a started server the weights and the pause of the others, and takes it into use after
-                the body.
+            put_into_use: Gives a started server the weights of the others, and takes it into use after the body.
             unresponsive_seconds: How long an unresponsive server is waited for without ``--use-fault-tolerance``.
         """
         self._servers = servers
@@ -96,13 +95,6 @@ class Health:
             self._router.close()
 
     # Checks
-
-    async def any_healthy(self) -> bool:
-        """Return whether a server answers and has the weights that it should have."""
-        with self._servers.checking():
-            checks = (server.client.check_health(self._servers.version) for server in self._servers.in_use)
-            results = await asyncio.gather(*checks, return_exceptions=True)
-        return any(not isinstance(result, Exception) for result in results)
 
     async def _watch(self) -> None:
         while True:

@@ -36,17 +36,16 @@ class ServerState(Enum):
 
     While a server is in use::
 
-        SERVING ──── pause ────────────> PAUSED        <── resume ── back to SERVING
-        SERVING, PAUSED ── an update ──> UPDATING ───> SERVING; PAUSED if the engine is paused or the update failed
+        SERVING, PAUSED ── an update ──> UPDATING ───> SERVING; PAUSED if the update failed
         SERVING, PAUSED ── release ────> RELEASED ───> UPDATING, which takes the memory back
 
-    A starting server joins as the others are: SERVING, PAUSED if the engine is paused, RELEASED if memory is released.
+    A starting server joins as the others are: SERVING, or RELEASED if memory is released.
     An error that ends an update leaves servers PAUSED, or RELEASED if they have not taken their memory back.
     """
 
     STARTING = "starting"  # its process starts, and then gets the current weights
     SERVING = "serving"
-    PAUSED = "paused"  # keeps its requests and generates nothing
+    PAUSED = "paused"  # after an update that failed: keeps its requests and generates nothing
     UPDATING = "updating"  # paused, and takes new weights
     RELEASED = "released"  # has released its GPU memory, and has no requests
     FAILED = "failed"  # taken out of use; health.py starts it again
@@ -57,9 +56,9 @@ class ServerState(Enum):
 _S = ServerState
 IN_USE = frozenset({_S.SERVING, _S.PAUSED, _S.UPDATING, _S.RELEASED})
 NEXT_STATES = {
-    _S.STARTING: {_S.SERVING, _S.PAUSED, _S.RELEASED, _S.FAILED, _S.CLOSED},
-    _S.SERVING: {_S.PAUSED, _S.UPDATING, _S.RELEASED, _S.FAILED, _S.CLOSED},
-    _S.PAUSED: {_S.SERVING, _S.UPDATING, _S.RELEASED, _S.FAILED, _S.CLOSED},
+    _S.STARTING: {_S.SERVING, _S.RELEASED, _S.FAILED, _S.CLOSED},
+    _S.SERVING: {_S.UPDATING, _S.RELEASED, _S.FAILED, _S.CLOSED},
+    _S.PAUSED: {_S.UPDATING, _S.RELEASED, _S.FAILED, _S.CLOSED},
     _S.UPDATING: {_S.SERVING, _S.PAUSED, _S.RELEASED, _S.FAILED, _S.CLOSED},
     _S.RELEASED: {_S.UPDATING, _S.FAILED, _S.CLOSED},
     _S.FAILED: {_S.STARTING, _S.LOST, _S.CLOSED},
@@ -135,7 +134,6 @@ class Servers(UsedServers):
 
     Attributes:
         all: The servers, in whatever state.
-        paused: Whether the engine is paused (``pause``, ``resume``). Updates leave the servers so.
         memory_released: Whether the servers have released their memory, until the next update.
         updating: Held while weights or memory change, and while a starting server joins. A server that joins during an
             update would miss it.
@@ -146,7 +144,6 @@ class Servers(UsedServers):
         super().__init__(restarts)
         self.all = [ManagedServer(process, self._wake) for process in processes]
         self.connect = connect
-        self.paused = False
         self.memory_released = False
         self.updating = asyncio.Lock()
         self._show: Callable[[SeenServers], Awaitable[None]] | None = None

@@ -1,4 +1,4 @@
-"""Give servers new weights, pause and resume them, and release and take back their memory."""
+"""Give servers new weights, and release and take back their memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from miles.types.weights import WeightChunk
 
 
 class WeightUpdates:
-    """Keep the weights, the pause and the memory of all servers the same."""
+    """Keep the weights and the memory of all servers the same."""
 
     def __init__(
         self, servers: Servers, sglang: SglangArguments, sender: WeightSender, receiver: type[ServerReceiver]
@@ -50,7 +50,7 @@ class WeightUpdates:
         """Return the state that an update leaves a server in. ``failures`` is None if an error ended the update."""
         if self._servers.memory_released:
             return ServerState.RELEASED
-        if self._servers.paused or failures is None or server in [failed for failed, _ in failures]:
+        if failures is None or server in [failed for failed, _ in failures]:
             return ServerState.PAUSED
         return ServerState.SERVING
 
@@ -75,13 +75,12 @@ class WeightUpdates:
                 _without(updated, failures), lambda client: client.take_memory(for_weights=False)
             )
         servers.memory_released = False  # also for servers that failed: they start with memory
-        if not servers.paused:
-            failures += await servers.call(_without(updated, failures), lambda client: client.resume())
+        failures += await servers.call(_without(updated, failures), lambda client: client.resume())
         return failures
 
     @asynccontextmanager
     async def put_into_use(self, server: ManagedServer) -> AsyncIterator[None]:
-        """Give a starting server the weights and the pause that the others have; after the body it is in use.
+        """Give a starting server the weights that the others have; after the body it is in use.
 
         The body registers the server with the router; no update begins before it has ended.
         """
@@ -93,8 +92,6 @@ class WeightUpdates:
                 failures = await servers.call([server], lambda client: client.release_memory())
             elif self._chunks is not None:
                 failures = await self._install([server], self._chunks)
-            elif servers.paused:
-                failures = await servers.call([server], lambda client: client.pause(self._pause_mode))
             for _, failure in failures:
                 raise failure
             yield
@@ -109,24 +106,6 @@ class WeightUpdates:
                 server.enter(ServerState.RELEASED)  # no health check begins after this
             await servers.until_unchecked()  # a health check is a request too
             await servers.call_all(lambda client: client.release_memory())
-
-    async def pause(self) -> None:
-        """Stop all servers at the next token."""
-        self._servers.paused = True
-        self._enter_from(ServerState.SERVING, ServerState.PAUSED)
-        await self._servers.call_all(lambda client: client.pause(self._pause_mode))
-
-    async def resume(self) -> None:
-        """Continue the paused requests."""
-        self._servers.paused = False
-        self._enter_from(ServerState.PAUSED, ServerState.SERVING)
-        await self._servers.call_all(lambda client: client.resume())
-
-    def _enter_from(self, old: ServerState, new: ServerState) -> None:
-        """Move the servers in state ``old`` to ``new``. An update in progress decides about its servers at its end."""
-        for server in self._servers.in_use:
-            if server.state is old:
-                server.enter(new)
 
 
 def _without(servers: Sequence[ManagedServer], failures: Failures) -> list[ManagedServer]:

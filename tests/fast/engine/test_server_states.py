@@ -56,58 +56,46 @@ async def test_workers_are_shown_which_weights_are_in_use(tmp_path):
 
 
 async def test_updates_restore_the_state_of_servers(tmp_path):
-    """A server is serving or paused as before. Released memory comes back in two parts, around the weights."""
-
-    async def update(engine):
-        await engine.update_weights(WEIGHTS, 4)
-
+    """Released memory comes back in two parts, around the weights."""
     async with started_engine(tmp_path, 1) as (engine, servers):
         [server] = engine.servers.all
         states = [server.state]
-        for act in (engine.pause, update, engine.release_memory, update, engine.resume, engine.release_memory, update):
-            await act(engine) if act is update else await act()
+        for act in (engine.update_weights(WEIGHTS, 4), engine.release_memory(), engine.update_weights(WEIGHTS, 5)):
+            await act
             states.append(server.state)
         controls = (await servers[0].seen())["controls"]
-    serving, paused, released = ServerState.SERVING, ServerState.PAUSED, ServerState.RELEASED
-    assert states == [serving, paused, paused, released, paused, serving, released, serving]
+    assert states == [ServerState.SERVING, ServerState.SERVING, ServerState.RELEASED, ServerState.SERVING]
     assert controls == [
-        *(PAUSE, LOAD, RESUME),  # the first update
-        PAUSE,
-        *(PAUSE, LOAD),  # an update of a paused engine
-        RELEASE,
-        *(TAKE, PAUSE, LOAD, TAKE),
-        RESUME,
+        *(PAUSE, LOAD, RESUME) * 2,  # the first was before
         RELEASE,
         *(TAKE, PAUSE, LOAD, TAKE, RESUME),
     ]
 
 
-@pytest.mark.parametrize("act", ["pause", "release_memory"])
 @pytest.mark.parametrize("restarts", [False, True])
-async def test_a_server_that_is_not_serving_is_not_checked(tmp_path, act, restarts):
+async def test_a_server_that_is_not_serving_is_not_checked(tmp_path, restarts):
     """It would not answer the check, and would then be restarted or end the run."""
     flags = {"rollout_health_check_interval": 0.05, "rollout_health_check_timeout": 2.0}
     async with started_engine(tmp_path, 1, use_fault_tolerance=restarts, **flags) as (engine, servers):
-        await getattr(engine, act)()
+        await engine.release_memory()
         before = (await servers[0].seen())["checked"]
         await asyncio.sleep(0.5)  # ten intervals
         assert (await servers[0].seen())["checked"] == before
 
 
 @pytest.mark.parametrize(
-    ("updated", "act", "state", "controls"),
+    ("updated", "releases", "state", "controls"),
     [
-        (True, "pause", ServerState.PAUSED, [PAUSE, LOAD]),
-        (True, "release_memory", ServerState.RELEASED, [RELEASE]),
-        (True, "resume", ServerState.SERVING, [PAUSE, LOAD, RESUME]),
-        (False, "pause", ServerState.PAUSED, [PAUSE]),
-        (False, "resume", ServerState.SERVING, []),
+        (True, True, ServerState.RELEASED, [RELEASE]),
+        (True, False, ServerState.SERVING, [PAUSE, LOAD, RESUME]),
+        (False, False, ServerState.SERVING, []),
     ],
 )
-async def test_a_server_that_restarts_joins_in_the_state_of_the_others(tmp_path, updated, act, state, controls):
+async def test_a_server_that_restarts_joins_in_the_state_of_the_others(tmp_path, updated, releases, state, controls):
     async with started_engine(tmp_path, 1, updated=updated, **RESTARTS) as (engine, servers):
         [server] = engine.servers.all
-        await getattr(engine, act)()
+        if releases:
+            await engine.release_memory()
         server.fail(RuntimeError("no answer"))
         assert server.state is ServerState.FAILED
         await until(lambda: server.in_use)

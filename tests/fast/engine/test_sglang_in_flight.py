@@ -1,4 +1,4 @@
-"""Pause, resume, abort and weight updates on the real server with requests in flight."""
+"""Abort and weight updates on the real server with requests in flight."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -84,43 +84,16 @@ def test_weights_change_under_requests_in_flight(running, mode):
             assert torch.tensor(answer.log_probs).double() == pytest.approx(wanted, abs=SERVER_LOG_PROB_ERROR)
 
 
-@BOTH
-def test_paused_requests_wait_and_continue(running, mode):
+def test_aborted_requests_return_their_tokens_so_far(running):
     async def scenario(engine):
         async with in_flight(engine, running.address) as (asked, hurry):
-            await engine.pause()
-            await hurry()
             with pytest.raises(RuntimeError, match="requests are in flight: engines release their memory when idle"):
                 await engine.release_memory()
-            done, _ = await asyncio.wait(asked, timeout=1.5)  # longer than the requests need
-            await engine.resume()
-            return len(done), await generated(asked)
-
-    with running.engine(pause_generation_mode=mode) as engine:
-        done, answers = running.run(scenario(engine))
-        assert done == 0
-        for prompt, answer in zip(PROMPTS, answers, strict=True):
-            wanted = log_probs_of(running.model, prompt, answer.token_ids)
-            assert torch.tensor(answer.log_probs).double() == pytest.approx(wanted, abs=SERVER_LOG_PROB_ERROR)
-
-
-@pytest.mark.parametrize(("mode", "paused"), [("retract", False), ("retract", True), ("in_place", True)])
-def test_aborted_requests_return_their_tokens_so_far(running, mode, paused):
-    async def scenario(engine):
-        async with in_flight(engine, running.address) as (asked, hurry):
-            if paused:
-                await engine.pause()
             await engine.abort()
             await hurry()
-            answers = await generated(asked)
-            if paused:
-                late = asyncio.create_task(engine.generate(GenerationRequest((3,), (0,), SAMPLING)))
-                assert not (await asyncio.wait([late], timeout=0.3))[0], "still paused"
-                await engine.resume()
-                await late
-            return answers
+            return await generated(asked)
 
-    with running.engine(pause_generation_mode=mode) as engine:
+    with running.engine() as engine:
         answers = running.run(scenario(engine))
         assert {answer.finish_reason for answer in answers} <= {"abort", "stop"}
         assert "abort" in {answer.finish_reason for answer in answers}
@@ -129,6 +102,5 @@ def test_aborted_requests_return_their_tokens_so_far(running, mode, paused):
             assert answer.token_versions == [engine.servers.version] * len(answer.token_ids)
             wanted = log_probs_of(running.model, prompt, answer.token_ids)
             assert torch.tensor(answer.log_probs).double() == pytest.approx(wanted, abs=SERVER_LOG_PROB_ERROR)
-        if (mode, paused) != ("retract", True):
-            assert any(answer.token_ids for answer in answers)
+        assert any(answer.token_ids for answer in answers)
         assert len(running.generate(engine, PROMPTS, max_new_tokens=4)) == len(PROMPTS)

@@ -236,24 +236,6 @@ async def test_abort_returns_the_tokens_so_far(llama_path):
         assert full.token_ids[: len(partial.token_ids)] == partial.token_ids
 
 
-async def test_resume_after_pause_generates_the_same_tokens(llama_path):
-    reqs = requests(SamplingParams(40))
-    engine = make_engine(llama_path)
-    running = asyncio.create_task(generate_all(engine, reqs))
-    await tokens_generated(engine, 5)
-    await engine.pause()
-    before = [list(s.token_ids) for s in engine._batch.sequences]
-    late = asyncio.create_task(engine.generate(reqs[0]))
-    for _ in range(20):
-        await asyncio.sleep(0)
-    assert [s.token_ids for s in engine._batch.sequences] == before
-    assert not running.done()
-    await engine.resume()
-    groups, late = await running, await late
-    assert [[g.token_ids for g in group] for group in groups] == await responses(make_engine(llama_path), reqs)
-    assert [g.token_ids for g in late] == [g.token_ids for g in groups[0]]
-
-
 async def test_a_failure_reaches_every_caller_and_the_engine_recovers(llama_path, monkeypatch):
     engine = make_engine(llama_path, max_batch_size=4)
     reqs = requests(SamplingParams(6))
@@ -290,9 +272,7 @@ async def test_update_weights_replaces_the_model(model_path, tmp_path):
     chunks = [WeightChunk({name: p.double()}) for name, p in named]
     engine = make_engine(model_path)
     [[first]] = await generate_all(engine, requests(SamplingParams(3), (0,), PROMPTS[:1]))
-    await engine.pause()
     await engine.update_weights(iter(chunks), version=7)
-    await engine.resume()
     groups = await generate_all(engine, reqs)
     assert first.weight_version == 0
     assert {g.weight_version for group in groups for g in group} == {7}
@@ -377,7 +357,6 @@ async def test_wrong_weight_updates_name_the_fault(llama_path):
 
     with pytest.raises(ValueError, match=name):
         await update({k: v for k, v in weights.items() if k != name})
-    assert await engine.health() is False
     with pytest.raises(RuntimeError, match="weight update"):
         await responses(engine, requests(SamplingParams(1)))
     with pytest.raises(ValueError, match="model.layers.9.weight"):
@@ -385,7 +364,7 @@ async def test_wrong_weight_updates_name_the_fault(llama_path):
     with pytest.raises(ValueError, match=rf"{name} of shape \(32, 64\).*\(64, 32\)"):
         await update({**weights, name: weights[name].T})
     await update(weights)
-    assert await engine.health() is True
+    assert await responses(engine, requests(SamplingParams(1)))
 
 
 async def test_experts_may_be_sent_one_by_one(tmp_path):
@@ -453,7 +432,6 @@ async def test_close_ends_everything(llama_path):
     await tokens_generated(engine, 2)
     await engine.close()
     assert {g.finish_reason for group in await running for g in group} == {"abort"}
-    assert await engine.health() is False
 
 
 def letters(token_ids):
