@@ -55,8 +55,8 @@ from miles.run.failure_files import FailureFiles
 from miles.run.failures import exit_with_message, notifying, stopped, stopped_by
 from miles.run.iteration_profiler import IterationProfiler
 from miles.run.liveness import Workers
-from miles.run.loop import Drivers, GenerationLoop, RolloutCalls, TrainerCalls, TrainingLoop
-from miles.run.one_process.drivers import both_drivers
+from miles.run.loop import Drivers, GenerationLoop, TrainingLoop
+from miles.run.one_process.drivers import OneProcessRollout, OneProcessTrainer, both_drivers
 from miles.run.ray_watch import is_hang
 from miles.run.remote_checkpoints import Uploads, index_all, uploading
 from miles.run.restarts import Continuation, Restarts, loading_its_own, with_restarts
@@ -184,8 +184,8 @@ def train_in_one_process(settings: Settings, context: RunContext) -> None:
 def _run_loop(
     settings: Settings,
     context: RunContext,
-    rollout: RolloutCalls,
-    trainer: TrainerCalls | None,
+    rollout: RolloutDriver | OneProcessRollout,
+    trainer: TrainDriver | OneProcessTrainer | None,
     tracker: Tracker,
     profiler: IterationProfiler | None,
     offload: Offload,

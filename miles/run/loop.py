@@ -28,8 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from miles.observe.console import PhaseTimer
 from miles.run.checkpoints import RunCheckpoints
@@ -40,10 +39,10 @@ if TYPE_CHECKING:
     from miles.config.cluster import Offload
     from miles.config.evaluation import EvaluationArguments
     from miles.observe.tracker import Tracker
-    from miles.run.best_checkpoint import BestCheckpoint
-    from miles.run.rollout_actor import GeneratedIteration
+    from miles.run.one_process.drivers import OneProcessRollout, OneProcessTrainer
+    from miles.run.rollout_actor import RolloutDriver
     from miles.run.stop_requests import StopRequests
-    from miles.run.train_actor import TrainedIteration
+    from miles.run.train_actor import TrainDriver
 
 
 # The trainer and the engines of a run: weights go from one to the other, and both may share GPUs.
@@ -51,36 +50,6 @@ if TYPE_CHECKING:
 # Without ``--colocate`` on GPUs, each keeps its memory. With it, the two take turns, as ``Offload`` states::
 #
 #     engines generate ── give_gpus_to_trainer() ──> the trainer trains, saves ── sync_weights() ──> engines generate
-
-
-class RolloutCalls(Protocol):
-    """The calls of the loop and the checkpoints on the rollout process. ``RolloutDriver`` describes each call."""
-
-    num_iterations: int
-    weight_metrics: dict[str, Metric]
-
-    def generate(self, iteration: int) -> GeneratedIteration | None: ...  # noqa: D102
-    def evaluate(self) -> dict[str, Metric]: ...  # noqa: D102
-    def update_weights(self, weights: Any, version: int) -> None: ...  # noqa: D102
-    def release_memory(self) -> None: ...  # noqa: D102
-    def state(self, iterations_done: int) -> dict[str, Any]: ...  # noqa: D102
-    def restore(self, state: dict[str, Any]) -> None: ...  # noqa: D102
-    def save_tokenizer(self, folder: Path) -> None: ...  # noqa: D102
-
-
-class TrainerCalls(Protocol):
-    """The calls that the loop and the checkpoints make on the trainer. ``TrainDriver`` describes each call."""
-
-    def train(self, shards_by_token_rank: list[Any], iteration: int) -> TrainedIteration: ...  # noqa: D102
-    def export_weights(self) -> Any: ...  # noqa: D102
-    def offload(self) -> None: ...  # noqa: D102
-    def onload(self) -> None: ...  # noqa: D102
-    def save(self, iterations_done: int, state: dict[str, Any], best: BestCheckpoint | None = None) -> None: ...  # noqa: D102
-    def settle_save(self) -> None: ...  # noqa: D102
-    def resume(self) -> dict[str, Any] | None: ...  # noqa: D102
-    def export_hf(self, folder: Path) -> None: ...  # noqa: D102
-    def upload_export(self, folder: Path, url: str) -> None: ...  # noqa: D102
-    def settle_uploads(self) -> None: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
@@ -95,8 +64,8 @@ class Drivers:
         timer: Measures both.
     """
 
-    rollout: RolloutCalls
-    trainer: TrainerCalls
+    rollout: RolloutDriver | OneProcessRollout
+    trainer: TrainDriver | OneProcessTrainer
     generates: bool
     offload: Offload
     timer: PhaseTimer
@@ -123,7 +92,7 @@ class Drivers:
             version: The number of iterations that the weights were trained on.
         """
         with self.timer.phase("sync_weights"):
-            weights = self.trainer.export_weights() if self.generates else None
+            weights: Any = self.trainer.export_weights() if self.generates else None
             if self.offload.train:
                 self.trainer.offload()
             self.rollout.update_weights(weights, version)
@@ -242,7 +211,7 @@ class GenerationLoop:
     Each iteration has one row, at the step that would be the last of its training.
     """
 
-    rollout: RolloutCalls
+    rollout: RolloutDriver | OneProcessRollout
     tracker: Tracker
     evaluation: EvaluationArguments
     steps_per_iteration: int
