@@ -228,8 +228,6 @@ class TrainDriver:
         section = self.settings.checkpoint
         folder = checkpoint_files.at(section.local(section.load)) if section.load is not None else None
         if folder is None:
-            if section.load is not None and section.finetune:
-                raise ValueError(f"--load {section.load}: --finetune wants the weights of a checkpoint; there is none")
             return None
         state = self._on_all("load", folder.absolute())[0]
         return None if section.finetune else state

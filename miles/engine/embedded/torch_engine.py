@@ -62,8 +62,6 @@ class TorchEngine:
         ``decode`` returns the text of tokens; requests with ``stop_texts`` need it. ``fp32_head`` is --fp32-lm-head.
         """
         self._decode = decode
-        if max_batch_size < 1:
-            raise ValueError(f"--torch-engine-max-batch-size {max_batch_size}: must be at least 1")
         self._max_batch_size = max_batch_size
         # Everything that touches tensors runs on this one thread, loading included. Each thread that calls torch has a
         # separate OpenMP pool; with more pools than cores, their workers sleep between operations, which halves the

@@ -422,8 +422,6 @@ def test_layers_that_would_be_computed_otherwise_are_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=rf"^--hf-checkpoint .*{message}.*choose another model"):
             make_engine(save(config, tmp_path / config.model_type))
-    with pytest.raises(ValueError, match="--torch-engine-max-batch-size 0"):
-        make_engine(str(tmp_path), max_batch_size=0)
 
 
 async def test_close_ends_everything(llama_path):
