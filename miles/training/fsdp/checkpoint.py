@@ -20,8 +20,8 @@ from miles.models.base import HEADS_IN_CONFIG
 from miles.training.adapter_folder import check_adapter
 from miles.training.checkpoint_files import read_run_state, reference_folder, use_umask, write_run_state
 from miles.training.checkpoint_io import StagedFiles, StagingWriter, checked_index, loading, save_errors
+from miles.training.fsdp import models
 from miles.training.fsdp.adapter import add_adapter, merged_weights, names_on_disk, save_adapter
-from miles.training.fsdp.models import load_policy
 from miles.training.fsdp.runner import ShardedOptimizer
 
 # Give weights the names and shapes that they have in checkpoints of the model's publishers.
@@ -168,9 +168,8 @@ def export(settings: Settings, checkpoint: Path, folder: Path) -> None:
     """Write the weights of ``checkpoint`` into ``folder`` as ``FsdpBackend.export_hf`` would. One rank."""
     assert settings.model.hf_checkpoint is not None
     dtype = torch.bfloat16 if settings.training.bf16 else torch.float32
-    temperature, chunk_size = settings.rollout.rollout_temperature, settings.loss.log_probs_chunk_size
     loaded = dtype if settings.lora.trains_adapter else torch.float32  # as FsdpBackend loads it
-    model = load_policy(settings.model.hf_checkpoint, temperature, chunk_size, loaded).language_model
+    model = models.load_model(settings.model.hf_checkpoint, loaded)
     if settings.lora.trains_adapter:
         add_adapter(model, settings.lora, settings.training.seed)
     check_adapter(checkpoint, settings.lora, names_on_disk(model), str(checkpoint))

@@ -369,11 +369,6 @@ def _compute_without_noise(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def load_policy(path: str, temperature: float, chunk_size: int, dtype: torch.dtype) -> Policy:
-    """Load the model at ``path`` in ``dtype``."""
-    return Policy(load_model(path, dtype), temperature, chunk_size)
-
-
 class NothingToReduce(ReduceScatter):
     """The reduction of gradients on one rank: the input is the output.
 

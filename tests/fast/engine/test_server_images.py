@@ -24,7 +24,7 @@ from miles.engine.vllm.launch import VllmProgram
 from miles.engine.weight_sync.sender import WeightSender
 from miles.models.images import load_processor, tensors_of
 from miles.objective.settings import LossArguments
-from miles.training.fsdp.models import load_policy
+from miles.training.fsdp.models import Policy, load_model
 from miles.types.sample import PromptGroup
 from tests.fast.engine.conftest import Running, chunks_of
 from tests.fast.engine.sglang_servers import HOST, KEYS, SMALL, engine_of
@@ -183,7 +183,9 @@ def test_what_is_sampled_around_images_of_later_turns_is_what_is_trained(running
     assert last and max(len(sample.prompt.images.files) for sample in samples) == 4
     groups = [PromptGroup(sample.group_index, sample.prompt, [sample]) for sample in samples]
     (batch,) = convert(groups, loss=LossArguments(), global_batch_size=len(groups))
-    score = load_policy(model, 1.0, 64, torch.float32).scorer(collate(batch, range(len(groups)), torch.device("cpu")))
+    score = Policy(load_model(model, torch.float32), 1.0, 64).scorer(
+        collate(batch, range(len(groups)), torch.device("cpu"))
+    )
     scored = score(with_entropy=False).log_probs.split(batch.response_lengths)
     for sample, log_probs in zip(samples, scored, strict=True):
         error = (torch.tensor(sample.rollout_log_probs) - log_probs.detach()).abs()

@@ -24,7 +24,7 @@ from miles.engine.embedded import model_runner
 from miles.engine.embedded.torch_engine import TorchEngine
 from miles.models import packing
 from miles.models.reading import choose_experts
-from miles.training.fsdp.models import load_policy, shard_model
+from miles.training.fsdp.models import Policy, load_model, shard_model
 from miles.training.fsdp.packing_check import check_layout, check_untested_model, layout_log_probs, own_log_probs
 
 ERROR = 1e-4  # of a log-prob, and of a gradient by its norm
@@ -77,7 +77,7 @@ def trainer_error(path: str, qkv_format: str) -> float:
     """The larger of the errors of log-probs and of the gradient, after all checks and sharding."""
     layout = ParallelArguments(qkv_format=qkv_format)
     check_layout("--hf-checkpoint", path, layout)
-    policy = load_policy(path, temperature=0.8, chunk_size=5, dtype=torch.float32)
+    policy = Policy(load_model(path, torch.float32), 0.8, 5)
     check_untested_model(policy, "--hf-checkpoint", path, layout, torch.device("cpu"))
     weights = torch.randn(17, generator=torch.Generator().manual_seed(0))
 

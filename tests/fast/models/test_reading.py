@@ -17,7 +17,7 @@ from transformers import DeepseekV3ForCausalLM
 from miles.engine.embedded.model_runner import ModelRunner
 from miles.models.reading import read_config
 from miles.models.tiny import shrunk_config, write_model
-from miles.training.fsdp.models import load_policy
+from miles.training.fsdp.models import load_model
 
 KIMI_K2 = dict(
     model_type="kimi_k2",
@@ -67,7 +67,7 @@ def test_kimi_k2_is_read_as_deepseek_v3(tmp_path: Path) -> None:
     config = read_config(str(tmp_path))
     assert config.model_type == "deepseek_v3" and config.architectures == ["DeepseekV3ForCausalLM"]
     assert config.rope_parameters["factor"] == 32.0 and config.rope_parameters["rope_theta"] == 50000.0
-    policy = load_policy(str(tmp_path), 1.0, -1, torch.float32).language_model
+    policy = load_model(str(tmp_path), torch.float32)
     engine = ModelRunner(str(tmp_path), torch.float32, "cpu")
     assert type(policy) is type(engine.model) is DeepseekV3ForCausalLM
     prompt = [3, 9, 27, 17]
@@ -93,7 +93,7 @@ def edited(tiny_model: str, tmp_path: Path) -> Callable[[Callable[[dict[str, tor
 
 def readers(path: str) -> tuple[Callable[[], object], ...]:
     """Return what reads a model: the trainer on FSDP, and the embedded engine."""
-    return lambda: load_policy(path, 1.0, -1, torch.float32), lambda: ModelRunner(path, torch.float32, "cpu")
+    return lambda: load_model(path, torch.float32), lambda: ModelRunner(path, torch.float32, "cpu")
 
 
 def test_missing_tensors_are_refused(edited):

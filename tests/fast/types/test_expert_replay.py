@@ -19,7 +19,7 @@ from miles.models.routers import WEIGHTS, Routers
 from miles.objective.settings import LossArguments
 from miles.rollout.debug_data import load_rollout, save_rollout
 from miles.rollout.trajectory import Trajectory
-from miles.training.fsdp.models import load_policy
+from miles.training.fsdp.models import Policy, load_model
 from miles.types.replay import at_tokens, continued, dtype_for
 from miles.types.sample import Prompt, PromptGroup, Sample
 
@@ -118,7 +118,7 @@ def generate(folder, spoil=None, seeds=2):
 def scored(folder, groups, with_experts):
     (batch,) = convert(groups, loss=LossArguments(), global_batch_size=6, with_experts=with_experts)
     micro = collate(batch, range(6), CPU)
-    policy = load_policy(folder, 1.0, 7, torch.float32)
+    policy = Policy(load_model(folder, torch.float32), 1.0, 7)
     policy.routers = Routers(policy.language_model, "--use-rollout-routing-replay")
     with torch.no_grad():
         return micro, policy.scorer(micro)(with_entropy=False).log_probs

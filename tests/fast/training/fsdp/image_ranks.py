@@ -18,7 +18,7 @@ from vision_models import write_vision_model
 
 from miles.batch.collate import collate
 from miles.training.fsdp.adapter import full_tensor
-from miles.training.fsdp.models import load_policy, shard_model
+from miles.training.fsdp.models import Policy, load_model, shard_model
 
 PARTS = {  # the micro-batches of each rank
     1: [[range(8)]],
@@ -39,7 +39,7 @@ class Place:
 
 
 def gradients_are_those_of_each_sample_alone(place: Place) -> None:
-    policy = load_policy(place.model, 1.0, 64, torch.float32)
+    policy = Policy(load_model(place.model, torch.float32), 1.0, 64)
     shard_model(policy, init_device_mesh("cpu", (place.world,)), torch.float32, checkpointing=place.world == 3)
     policy.train()
     sharded = dict(policy.language_model.named_parameters())  # a pass puts gathered ones in their places

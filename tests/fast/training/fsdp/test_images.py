@@ -17,7 +17,7 @@ from miles.batch.collate import collate
 from miles.batch.convert import convert
 from miles.models.images import load_processor, tensors_of
 from miles.objective.settings import LossArguments
-from miles.training.fsdp.models import Policy, load_policy
+from miles.training.fsdp.models import Policy, load_model
 from miles.types.sample import PromptGroup, Sample
 from miles.types.train_batch import TrainBatch
 
@@ -127,7 +127,7 @@ def assert_near(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> Non
 @pytest.mark.parametrize("layout", [{}, {"row_multiple": 1}], ids=["packed", "rows"])
 def test_log_probs_and_gradients_are_those_of_each_sample_alone(model: str, layout: dict) -> None:
     groups = groups_of(model)
-    batch, policy = batch_of(groups), load_policy(model, 1.0, 64, torch.float32)
+    batch, policy = batch_of(groups), Policy(load_model(model, torch.float32), 1.0, 64)
     expected, gradients = alone(model, groups)
     for parts in ([range(8)], [range(2), range(2, 5), range(5, 8)]):
         columns, own = packed(policy, batch, parts, **layout)
@@ -148,7 +148,7 @@ def test_another_image_and_another_order_give_other_log_probs(model: str) -> Non
         PromptGroup(i, one, [Sample(one, i, i, [5, 6, 7], "", [1] * 3, [0.0] * 3, reward=1.0)])
         for i, one in enumerate(prompts)
     ]
-    batch, policy = batch_of(groups), load_policy(model, 1.0, 64, torch.float32)
+    batch, policy = batch_of(groups), Policy(load_model(model, torch.float32), 1.0, 64)
     columns, _ = packed(policy, batch, [range(3)])  # the prompts have the same tokens
     apart, _ = packed(policy, batch, [range(1), range(1, 2), range(2, 3)])
     for one, other in zip(columns, apart, strict=True):
@@ -157,7 +157,7 @@ def test_another_image_and_another_order_give_other_log_probs(model: str) -> Non
 
 
 def test_a_trained_tower_gets_gradients_of_zero_without_an_image(model: str) -> None:
-    policy = load_policy(model, 1.0, 64, torch.float32)
+    policy = Policy(load_model(model, torch.float32), 1.0, 64)
     batch = batch_of(groups_of(model))
     _, with_images = packed(policy, batch, [range(8)])
     _, without = packed(policy, batch, [range(2)])
@@ -171,7 +171,7 @@ def test_a_trained_tower_gets_gradients_of_zero_without_an_image(model: str) -> 
 
 
 def test_a_frozen_tower_encodes_the_images_of_a_prompt_once(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = load_policy(model, 1.0, 64, torch.float32)
+    policy = Policy(load_model(model, torch.float32), 1.0, 64)
     assert policy.tower is not None
     policy.tower.freeze()
     calls = []
@@ -186,7 +186,7 @@ def test_a_frozen_tower_encodes_the_images_of_a_prompt_once(model: str, monkeypa
 def test_placeholders_that_the_images_do_not_fill_are_refused(model: str) -> None:
     prompt = prompt_with(model, [(16, 12)], seed=1)
     assert prompt.images is not None
-    policy = load_policy(model, 1.0, 64, torch.float32)
+    policy = Policy(load_model(model, torch.float32), 1.0, 64)
     for ids, counts in ((prompt.token_ids[:-1], 0), (prompt.token_ids, -1)):
         images = replace(prompt.images, counts=(prompt.images.counts[0] + counts,), cache={})
         if not counts:
@@ -221,7 +221,7 @@ def test_the_embedded_engine_has_the_log_probs_of_the_trainer(model: str, tmp_pa
             n = len(made.token_ids)
             sample.response_ids, sample.loss_mask = made.token_ids, [1] * n
             sample.rollout_log_probs = made.log_probs
-    columns, _ = packed(load_policy(model, 1.0, 64, torch.float32), batch_of(groups), [range(8)])
+    columns, _ = packed(Policy(load_model(model, torch.float32), 1.0, 64), batch_of(groups), [range(8)])
     for group, pair in zip(groups, zip(columns[::2], columns[1::2], strict=True), strict=True):
         for sample, log_probs in zip(group.samples, pair, strict=True):
             assert np.abs(np.asarray(sample.rollout_log_probs) - log_probs.numpy()).max() <= 1e-4
@@ -262,7 +262,7 @@ def test_images_of_later_turns_are_trained_where_the_engine_read_them(model: str
         assert request.prompt_ids == tuple(sample.tokens[: len(request.prompt_ids)])
         assert request.images.files == sample.prompt.images.files[: 2 + turn]
     columns, _ = packed(
-        load_policy(model, 1.0, 64, torch.float32),
+        Policy(load_model(model, torch.float32), 1.0, 64),
         batch_of([PromptGroup(s.group_index, s.prompt, [s]) for s in samples]),
         [range(6)],
     )

@@ -25,7 +25,7 @@ from miles.models.packing import (
     is_compared_by_test,
     must_be_padded,
 )
-from miles.training.fsdp.models import Policy, load_policy
+from miles.training.fsdp.models import Policy, load_model
 from miles.training.fsdp.packing_check import (
     check_layout,
     check_untested_model,
@@ -42,7 +42,7 @@ def make_policy(folder: Path, kind: str, **fields: Any) -> Policy:
     """A policy of random weights, loaded as a run does."""
     torch.manual_seed(3)
     AutoModelForCausalLM.from_config(config_of(kind, **(dict(initializer_range=0.2) | fields))).save_pretrained(folder)
-    return load_policy(str(folder), temperature=0.8, chunk_size=5, dtype=torch.float32)
+    return Policy(load_model(str(folder), torch.float32), 0.8, 5)
 
 
 def largest_difference(policy: Policy, packed: bool) -> float:
@@ -261,10 +261,10 @@ def test_a_difference_from_transformers_is_refused_in_either_layout(tmp_path):
 def test_bfloat16_passes_and_still_finds_the_state(tmp_path):
     for kind in ("qwen3_moe", "qwen3_5_text"):
         make_policy(tmp_path / kind, kind)
-        compare_with_transformers(load_policy(str(tmp_path / kind), 1.0, -1, torch.bfloat16), kind, PACKED)
+        compare_with_transformers(Policy(load_model(str(tmp_path / kind), torch.bfloat16), 1.0, -1), kind, PACKED)
     make_policy(tmp_path / "state", "jamba")
     with pytest.raises(ValueError, match="packed before"):
-        compare_with_transformers(load_policy(str(tmp_path / "state"), 1.0, -1, torch.bfloat16), "state", PACKED)
+        compare_with_transformers(Policy(load_model(str(tmp_path / "state"), torch.bfloat16), 1.0, -1), "state", PACKED)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "nemotron_h"])
