@@ -292,10 +292,6 @@ class Workers:
                 pending.remove(call)
         return ray.get(list(calls))
 
-    def result(self, call: ray.ObjectRef[Any]) -> Any:
-        """Return the result of one call; see ``results``."""
-        return self.results([call])[0]
-
     def _heartbeats(self) -> list[ray.ObjectRef[Any]]:
         return [watched.heartbeat for watched in self._watched if watched.lost is None]
 

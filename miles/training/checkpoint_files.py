@@ -377,15 +377,14 @@ def publish(root: Path, iterations_done: int, known: Mapping[str, FileRecord] | 
     return final
 
 
-def remove_unfinished(root: Path) -> list[str]:
-    """Remove the folders that a killed run has left half-written or half-removed in ``root``; return their names.
+def remove_unfinished(root: Path) -> None:
+    """Remove the folders that a killed run has left half-written or half-removed in ``root``.
 
     Only the run that holds the lock of ``root`` (base/locks.py) may call it.
     """
     unfinished = [path for path in root.iterdir() if _UNFINISHED.fullmatch(path.name)] if root.is_dir() else []
     for path in unfinished:
         _remove_tree(path)
-    return sorted(path.name for path in unfinished)
 
 
 def _remove_replaced(root: Path) -> None:
@@ -600,8 +599,8 @@ def read_run_state(folder: Path, backend: str, flag: str) -> dict[str, Any]:
 # and the best one.
 
 
-def prune(saved: Path, keep_last: int | None, retain_interval: int | None, in_use: Collection[Path] = ()) -> list[str]:
-    """Remove the checkpoints alongside ``saved`` that are not kept, oldest first, and return their names.
+def prune(saved: Path, keep_last: int | None, retain_interval: int | None, in_use: Collection[Path] = ()) -> None:
+    """Remove the checkpoints alongside ``saved`` that are not kept, oldest first.
 
     Only the run that holds the lock of that folder may call it.
 
@@ -615,17 +614,14 @@ def prune(saved: Path, keep_last: int | None, retain_interval: int | None, in_us
         OSError: A checkpoint cannot be removed.
     """
     if keep_last is None and retain_interval is None:
-        return []
+        return
     done = _iterations(saved)
     known = [folder for folder in all_in(saved.parent) if _iterations(folder) <= done]
     complete = [folder for folder in known if is_complete(folder)]
-    removed = []
     for folder in complete[: -(keep_last or 1)]:
         is_used = folder.resolve() in (path.resolve() for path in in_use)
         if not is_used and (retain_interval is None or _iterations(folder) % retain_interval):
             remove(folder)
-            removed.append(folder.name)
-    return removed
 
 
 def _iterations(folder: Path) -> int:

@@ -52,11 +52,11 @@ def test_a_call_that_takes_too_long_ends_the_wait_and_shows_where_its_worker_is(
         bounded.add(name, actor)
     bounded.results([first.sleep.remote(0), second.sleep.remote(0)])
     with pytest.raises(ActorLost, match=r"has not ended within 1 s \(--wait-timeout\)"):
-        bounded.result(first.sleep.remote(FOR_EVER))
+        bounded.results([first.sleep.remote(FOR_EVER)])
     ((why, described),) = calls
     assert "--wait-timeout" in why and described.keys() == {"slow", "idle"}
     assert " in sleep" in described["slow"] and " in sleep" not in described["idle"]
-    assert workers.result(second.sleep.remote(0)) == 0
+    assert workers.results([second.sleep.remote(0)]) == [0]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_failure_that_is_a_time_out_is_a_hang(crew, error, hangs):
     reasons = []
     workers.on_hang = reasons.append
     with pytest.raises(RuntimeError, match=error):
-        workers.result(first.fail.remote(RuntimeError(error)))
+        workers.results([first.fail.remote(RuntimeError(error))])
     assert reasons == ([error] if hangs else [])
 
 
@@ -75,9 +75,9 @@ def test_silence_counts_from_the_end_of_the_imports(crew):
     workers, (first, _), _ = crew
     second = with_heartbeat(Silent).options(num_cpus=0).remote()
     workers.add("importing", second, preparing=second.sleep.remote(5.0))
-    assert workers.result(first.sleep.remote(4.5)) == 4.5  # longer than its silence may last
+    assert workers.results([first.sleep.remote(4.5)]) == [4.5]  # longer than its silence may last
     with pytest.raises(ActorLost, match="importing .* no sign of life"):
-        workers.result(first.sleep.remote(FOR_EVER))
+        workers.results([first.sleep.remote(FOR_EVER)])
     replaced = []
     workers.on_replacement = lambda: replaced.append(True)
     workers.replace(second)
@@ -90,7 +90,7 @@ def test_the_death_of_a_worker_that_nobody_waits_for_ends_the_wait(crew):
     waits = second.sleep.remote(FOR_EVER)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(ActorLost, match=r"worker 0 died \(out of memory, killed from outside, or ended by") as lost:
-        workers.result(waits)
+        workers.results([waits])
     assert lost.value.worker is first
     assert isinstance(lost.value.__cause__, ray.exceptions.RayActorError)
 
@@ -98,7 +98,7 @@ def test_the_death_of_a_worker_that_nobody_waits_for_ends_the_wait(crew):
 def test_a_worker_that_code_in_it_has_ended_is_not_blamed_on_memory_alone(crew):
     workers, (first, _), _ = crew
     with pytest.raises(ActorLost, match=r"worker 0 died \(.*, or ended by code of yours, as os\._exit does\)"):
-        workers.result(first.leave.remote())
+        workers.results([first.leave.remote()])
 
 
 def test_a_fault_of_native_code_is_named_and_an_instruction_that_is_missing_has_a_remedy(crew):
@@ -106,21 +106,21 @@ def test_a_fault_of_native_code_is_named_and_an_instruction_that_is_missing_has_
     workers.results([first.sleep.remote(0), second.sleep.remote(0)])
     os.kill(pid, signal.SIGILL)
     with pytest.raises(ActorLost, match=r"worker 0 died \(SIGILL: .* set ONEDNN_MAX_CPU_ISA=AVX2 in the environment"):
-        workers.result(second.sleep.remote(FOR_EVER))
+        workers.results([second.sleep.remote(FOR_EVER)])
     with pytest.raises(ray.exceptions.RayActorError) as death:
         ray.get(first.sleep.remote(0))
     assert in_one_line(death.value).startswith("a worker process died (SIGILL: ")
     workers.end(first)
     os.kill(other, signal.SIGSEGV)
     with pytest.raises(ActorLost, match=r"worker 1 died \(SIGSEGV: a fault of native code"):
-        workers.result(second.sleep.remote(FOR_EVER))
+        workers.results([second.sleep.remote(FOR_EVER)])
 
 
 def test_the_death_of_a_replaceable_worker_is_reported_to_who_waits_for_it(crew):
     workers, (first, second), _ = crew
     third = with_heartbeat(Sleeper).options(num_cpus=0).remote()
     workers.add("worker 2", third, replaceable=True)
-    pid = workers.result(third.heartbeat.remote(0))
+    [pid] = workers.results([third.heartbeat.remote(0)])
     waits = third.sleep.remote(FOR_EVER)
     os.kill(pid, signal.SIGKILL)
     assert workers.results([first.sleep.remote(1), second.sleep.remote(0)]) == [1, 0]
@@ -135,7 +135,7 @@ def test_a_stopped_worker_is_lost_and_its_process_is_killed(crew):
     stopped = psutil.Process(pid)
     stopped.suspend()
     with pytest.raises(ActorLost, match=rf"worker 1 \(process {pid}\) has shown no sign of life for 3 s") as lost:
-        workers.result(first.sleep.remote(FOR_EVER))
+        workers.results([first.sleep.remote(FOR_EVER)])
     assert lost.value.worker is second
     workers.end(second)
     psutil.wait_procs([stopped], timeout=60)

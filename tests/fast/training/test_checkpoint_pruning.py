@@ -30,9 +30,8 @@ def left(root):
     ],
 )
 def test_both_sets_are_kept(root, keep_last, retain_interval, expected):
-    removed = prune(root / "iter_0000010", keep_last, retain_interval)
+    prune(root / "iter_0000010", keep_last, retain_interval)
     assert left(root) == expected
-    assert len(removed) + len(expected) == 5
 
 
 def test_a_damaged_checkpoint_is_neither_counted_nor_removed(root):
@@ -57,4 +56,4 @@ def test_a_removal_that_was_killed_leaves_no_checkpoint_and_is_finished_by_the_n
     (root / "iter_0000002").rename(root / ".removing_iter_0000002")
     (root / "iter_0000004").rename(root / ".removing_.replaced_iter_0000004")
     assert left(root) == [6, 8, 10]
-    assert remove_unfinished(root) == [".removing_.replaced_iter_0000004", ".removing_iter_0000002"]
+    remove_unfinished(root)
