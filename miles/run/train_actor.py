@@ -118,12 +118,8 @@ class TrainDriver:
         """
         if self._saving is not None and self._saving.done() and self._saving.exception() is not None:
             self.settle_save()
-        trains_policy = self.settings.trains_policy(iteration)
-        refreshes = self.settings.refreshes_reference(iteration)
         calls = [
-            actor.train_stored.remote(
-                *shards_by_token_rank[self.settings.dims.token_rank(rank)], trains_policy, refreshes, iteration
-            )
+            actor.train_stored.remote(*shards_by_token_rank[self.settings.dims.token_rank(rank)], iteration)
             for rank, actor in enumerate(self.actors)
         ]
         by_rank: list[TrainedIteration] = self._workers.results(calls)
@@ -336,10 +332,10 @@ class TrainActor(ProfiledActor):
         ranks = self.settings.dims.token_ranks
         self.trainer = Trainer(self.backend, self.settings.loss, ranks, passes, flags_view(self.settings))
 
-    def train(
-        self, shards: Sequence[TrainShard], trains_policy: bool, refreshes_reference: bool, iteration: int
-    ) -> TrainedIteration:
+    def train(self, shards: Sequence[TrainShard], iteration: int) -> TrainedIteration:
         """Take one optimizer step per shard, of policy and critic or of the critic alone; then update the reference.
+
+        Which of them is due in ``iteration``, the settings say.
 
         The metrics of the last step have the memory of this rank, in GiB: on a GPU torch's peak allocation there
         meanwhile, on CPU the process's memory afterwards.
@@ -349,8 +345,8 @@ class TrainActor(ProfiledActor):
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         with span("train"):
-            steps = self.trainer.train(shards, trains_policy, iteration)
-        if refreshes_reference:
+            steps = self.trainer.train(shards, self.settings.trains_policy(iteration), iteration)
+        if self.settings.refreshes_reference(iteration):
             started = time.perf_counter()
             with span("update the reference"):
                 self.backend.refresh_reference()
@@ -359,9 +355,11 @@ class TrainActor(ProfiledActor):
         steps[-1][MEMORY] = Metric(used / GIB)
         return TrainedIteration(steps, self.trainer.recorder.read())
 
-    def train_stored(self, images: Sequence[ImageTensors], shards: Sequence[TrainShard], *due: Any) -> TrainedIteration:
+    def train_stored(
+        self, images: Sequence[ImageTensors], shards: Sequence[TrainShard], iteration: int
+    ) -> TrainedIteration:
         """As ``train``, with shards whose images are stored apart."""
-        return self.train(with_images(shards, images), *due)
+        return self.train(with_images(shards, images), iteration)
 
     def export_weights(self) -> UpdateWeights:
         """Gather the weights on all ranks; rank 0 returns references to packed chunks in the object store.

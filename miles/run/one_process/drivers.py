@@ -120,15 +120,12 @@ class OneProcessTrainer:
     """The trainer's only rank, in this process and a separate process group."""
 
     def __init__(self, settings: Settings, total_steps: int) -> None:
-        self._settings = settings
         self._rank = TrainActor(0, settings, "cpu")
         self._rank.build(total_steps)
 
     def train(self, shards_by_token_rank: list[Any], iteration: int) -> TrainedIteration:
         """Take one optimizer step for each shard."""
-        trains_policy = self._settings.trains_policy(iteration)
-        refreshes = self._settings.refreshes_reference(iteration)
-        return self._rank.train(shards_by_token_rank[0], trains_policy, refreshes, iteration)
+        return self._rank.train(shards_by_token_rank[0], iteration)
 
     def export_weights(self) -> list[WeightChunk]:
         """Return copies of the weights: an engine that generates ahead loads them when the trainer has continued."""

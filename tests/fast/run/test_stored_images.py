@@ -40,11 +40,11 @@ async def test_images_are_stored_once_and_every_sample_has_those_of_its_prompt()
     size = sum(one.nbytes for one in images)
     assert size <= len(stored[0]) <= 1.1 * size and sum(map(len, stored[1:])) <= 0.5 * size
 
-    trainer = SimpleNamespace(train=lambda shards, *due: (shards, due))
+    trainer = SimpleNamespace(train=lambda shards, iteration: (shards, iteration))
     pixels = {}
     for rank in range(RANKS):
-        shards, due = TrainActor.train_stored(trainer, pickle.loads(stored[0]), pickle.loads(stored[1 + rank]), 1, 2)
-        assert due == (1, 2)
+        shards, iteration = TrainActor.train_stored(trainer, *map(pickle.loads, (stored[0], stored[1 + rank])), 2)
+        assert iteration == 2
         held = {id(one) for one in shards[0].batch.images if one is not None}
         assert len(held) < PROMPTS, "a frozen tower encodes each once"
         for one, group in zip(shards[0].batch.images, shards[0].batch.group_indices, strict=True):

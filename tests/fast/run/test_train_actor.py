@@ -93,7 +93,9 @@ def test_the_flag_bounds_collective_operations():
 @pytest.mark.parametrize("due", [False, True])
 def test_the_reference_follows_after_the_last_step_of_an_iteration(due):
     actor = actor_of(Backend())
-    steps = actor.train([], True, due, 0).steps
+    interval = {False: 2, True: 1}[due]
+    actor.settings = replace(actor.settings, model=replace(actor.settings.model, ref_update_interval=interval))
+    steps = actor.train([], 0).steps
     assert actor.backend.refreshed == due
     assert ["time/ref_update" in step for step in steps] == [False, due]
 
@@ -101,9 +103,9 @@ def test_the_reference_follows_after_the_last_step_of_an_iteration(due):
 def test_the_last_step_has_the_memory_of_the_rank():
     """256 MiB that are written to are held."""
     actor = actor_of(Backend())
-    first = actor.train([], True, False, 0).steps
+    first = actor.train([], 0).steps
     held = bytearray(b"1") * 2**28
-    second = actor.train([], True, False, 1).steps
+    second = actor.train([], 1).steps
     assert ["perf/trainer_memory_gib" in step for step in first] == [False, True]
     grown = second[-1]["perf/trainer_memory_gib"].value - first[-1]["perf/trainer_memory_gib"].value
     assert len(held) == 2**28 and grown == pytest.approx(0.25, abs=0.05)
