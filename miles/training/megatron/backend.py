@@ -277,12 +277,12 @@ class MegatronBackend:
 
     def save(self, folder: Path, state: dict[str, Any], staged: StagedFiles | None = None) -> None:
         """Write the policy, the critic if there is one, and a reference that follows the policy."""
-        checkpoint.save(folder, self.policy.stage, self.policy.optimizer, self.ranks, state, staged)
+        checkpoint.save(folder, self.policy, state, staged)
         save_adapter(folder, self.policy.stage, self.settings, self.ranks)
         if self.critic is not None:
             within = critic_folder(folder)
             within.mkdir(exist_ok=True)
-            checkpoint.save(within, self.critic.stage, self.critic.optimizer, self.ranks, {}, staged)
+            checkpoint.save(within, self.critic, {}, staged)
         if self.following is not None:
             within = reference_folder(folder)
             within.mkdir(exist_ok=True)
@@ -292,10 +292,9 @@ class MegatronBackend:
         """Read what ``save`` wrote, under any layout."""
         adapter = self.policy.stage.adapter
         check_adapter(folder, self.settings.lora, [] if adapter is None else adapter.names, "--load")
-        state = checkpoint.load(folder, self.policy.stage, self.policy.optimizer, self.ranks, optimizer, rng)
+        state = checkpoint.load(folder, self.policy, optimizer, rng)
         if self.critic is not None:
-            within = saved_critic(folder)
-            checkpoint.load(within, self.critic.stage, self.critic.optimizer, self.ranks, optimizer, rng=False)
+            checkpoint.load(saved_critic(folder), self.critic, optimizer, rng=False)
         if not reference:
             return state
         saved = saved_reference(folder, self.settings.model.ref_update_interval, self.reference is not None)

@@ -40,7 +40,7 @@ from miles.training.megatron.model.adapter import Adapter
 from miles.training.megatron.moe import expert_biases
 from miles.training.megatron.policy_model import PolicyModel
 from miles.training.megatron.process_groups import Ranks
-from miles.training.megatron.runner import MegatronOptimizer
+from miles.training.megatron.runner import MegatronTrainedModel
 from miles.training.megatron.versions import objects_to_write
 from miles.types.groups import gather_objects
 from miles.types.weights import in_buckets
@@ -327,41 +327,34 @@ def _storage(tensor: torch.Tensor) -> StorageWeakRef:
 
 
 def save(
-    folder: Path,
-    policy: PolicyModel,
-    optimizer: MegatronOptimizer,
-    ranks: Ranks,
-    state: dict[str, Any],
-    staged: checkpoint_io.StagedFiles | None = None,
+    folder: Path, model: MegatronTrainedModel[Any], state: dict[str, Any], staged: checkpoint_io.StagedFiles | None
 ) -> None:
     """Write everything that a resumed run needs into ``folder``, which is empty. Collective.
 
     Tensors go into ``staged`` if it is given. The caller makes the folder visible when it is complete. Raises
     ``OSError`` on all ranks if one cannot write its tensors.
     """
-    adam = AdamState(optimizer.adam)
-    sharded = _sharded(policy, ranks)
+    adam = AdamState(model.optimizer.adam)
+    sharded = _sharded(model.stage, model.ranks)
     pieces = {name: adam.piece(described.data) for name, described in sharded.items()}
     with checkpoint_io.save_errors(folder):
         writer = DirectWriter(pieces, staged)
         dist_checkpointing.save(_empty(sharded, KINDS, "meta"), str(folder), sharded_strategy=writer)
     checkpoint_io.write_random_state(folder, tensor_parallel.get_cuda_rng_tracker().get_states())
     if dist.get_rank() == 0:
-        write_run_state(folder, "megatron", state, optimizer.state())
+        write_run_state(folder, "megatron", state, model.optimizer.state())
     dist.barrier()
 
 
-def load(
-    folder: Path, policy: PolicyModel, optimizer: MegatronOptimizer, ranks: Ranks, with_optimizer: bool, rng: bool
-) -> dict[str, Any]:
+def load(folder: Path, model: MegatronTrainedModel[Any], with_optimizer: bool, rng: bool) -> dict[str, Any]:
     """Read what ``save`` wrote, under any layout, and return the launcher's state. Collective."""
     state = read_run_state(folder, "megatron", "--load")
     steps = state["schedule"]["steps_done"] if with_optimizer else 0
-    adam = AdamState(optimizer.adam)
+    adam = AdamState(model.optimizer.adam)
     kinds = KINDS if with_optimizer else (MASTER,)
-    for parameter, whole in _read(folder, policy, ranks, kinds, "--load"):
+    for parameter, whole in _read(folder, model.stage, model.ranks, kinds, "--load"):
         adam.restore(parameter, whole, steps)
-    optimizer.steps_done = steps
+    model.optimizer.steps_done = steps
     if rng:
         states = checkpoint_io.restore_random_state(folder)
         if states:
