@@ -10,8 +10,7 @@ from miles.compat.spellings import CKPT_STEP
 from miles.compat.verdicts import CONDITIONS, FOREIGN_FLAGS, Foreign
 from miles.config.notes import written
 from miles.config.parser import judge
-from tests.fast.config.conftest import minimal
-from tests.fast.config.conftest import QWEN3
+from tests.fast.config.conftest import QWEN3, minimal
 
 REFUSED = [row for row in FOREIGN_FLAGS.values() if row.heading is None]
 VALUES = {"switch": [], "value": ["7"], "list": ["7", "8"]}
