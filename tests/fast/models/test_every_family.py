@@ -14,16 +14,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from engine_answers import ROWS, answers, largest_difference
 from tiny_kinds import FAMILIES, config_of, tiny_config, tiny_model
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from miles.config.parallel import ParallelArguments
-from miles.engine.base import Generation, GenerationRequest, SamplingParams
 from miles.engine.embedded import model_runner
 from miles.engine.embedded.torch_engine import TorchEngine
 from miles.models import packing
-from miles.models.reading import choose_experts
 from miles.training.fsdp.models import Policy, load_model, shard_model
 from miles.training.fsdp.packing_check import check_layout, check_untested_model, layout_log_probs, own_log_probs
 
@@ -46,31 +45,11 @@ SAMPLE |= {"stablelm", "bart"}
 # Only longer sequences of a deepseek_v4 differ.
 DIFFERENT = sorted({*packing._DIFFERENT, *packing._NOT_GENERATED} - {*UNBUILT, "deepseek_v4"})
 DIFFERENT += ["bart", "bloom", "gptj", "jamba", "mamba", "rwkv", "xglm"]
-# Prompts of one length and of several, sequences that share rows, and fewer rows than sequences, so that some wait.
-PROMPTS = [(5, 6, 7), (9,), tuple(range(20, 37)), (5, 6, 8), (1, 2)]
-NEW_TOKENS = (9, 14, 7, 12, 3)
-ROWS = 6
 
 
 def engine_error(path: str) -> float:
-    """The largest difference of a log-prob from one forward pass of transformers over each sequence alone."""
-    engine = TorchEngine(path, torch.float32, "cpu", ROWS)
-
-    async def generate() -> list[list[Generation]]:
-        asked = [GenerationRequest(p, (1, 2, 3), SamplingParams(n)) for p, n in zip(PROMPTS, NEW_TOKENS, strict=True)]
-        return await asyncio.gather(*map(engine.generate, asked))
-
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
-    choose_experts(model)
-    largest = 0.0
-    for prompt, group in zip(PROMPTS, asyncio.run(generate()), strict=True):
-        for response in group:
-            ids = torch.tensor([*prompt, *response.token_ids])
-            with torch.no_grad():
-                log_p = model(ids[None], use_cache=False).logits[0].log_softmax(-1)
-            wanted = log_p[:-1].gather(1, ids[1:, None])[len(prompt) - 1 :, 0]
-            largest = max(largest, (wanted - torch.tensor(response.log_probs)).abs().max().item())
-    return largest
+    """The largest difference of a log-prob from transformers'."""
+    return largest_difference(path, asyncio.run(answers(TorchEngine(path, torch.float32, "cpu", ROWS))))
 
 
 def trainer_error(path: str, qkv_format: str) -> float:
