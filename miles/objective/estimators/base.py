@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from miles.base.flags import Errors
+
 
 @dataclass(frozen=True)
 class SampleRewards:
@@ -168,6 +170,13 @@ class Estimator(ObjectivePart[E]):
     def zero_advantage_has_gradient(self, flags: E) -> bool:
         """Return true if phase 2 follows, after which a 0 of phase 1 may be another number."""
         return self.estimates_by_token(flags)
+
+
+def require_whitening(name: str, flags: AdvantageFlags, errors: "Errors") -> None:
+    """Report a run of the estimator ``name``, which whitens, that does not."""
+    if not flags.normalize_advantages:
+        rule = "is defined with whitened advantages"
+        errors.refuse("advantage_estimator", name, rule, "add --normalize-advantages")
 
 
 def less_group_mean(samples: SampleRewards, *, std: bool, eps: float = 1e-6) -> list[float]:

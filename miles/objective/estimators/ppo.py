@@ -51,23 +51,27 @@ class Ppo(Estimator[P]):
 
     def formula(self, flags: P) -> list[Term]:
         """Return the formulas of A and the token rewards, and of the critic's returns if they are not A + V."""
-        critic = []
-        if flags.critic_lambd is not None:
-            text = f"G_t = V_t + Σ_k ({flags.gamma:g} · {flags.critic_lambd:g})^k δ_(t+k), the critic's return"
-            critic = [Term(text, __name__)]
-        return [
-            Term(
-                f"A_t = Σ_k ({flags.gamma:g} · {flags.lambd:g})^k δ_(t+k), "
-                f"δ_t = r_t + {flags.gamma:g} V_(t+1) - V_t with V = V_old",
-                __name__,
-            ),
-            *critic,
-            Term(f"r_t = [t is last] reward{reward_penalty(flags)}", "miles.objective.token_advantages"),
-        ]
+        gamma, critic_lambd, module = flags.gamma, self.critic_lambd(flags), type(self).__module__
+        decay, where = self.decay_formula(flags)
+        text = f"A_t = Σ_k ({decay})^k δ_(t+k), δ_t = r_t + {gamma:g} V_(t+1) - V_t with V = V_old{where}"
+        terms = [Term(text, module)]
+        if critic_lambd is not None:
+            text = f"G_t = V_t + Σ_k ({gamma:g} · {critic_lambd:g})^k δ_(t+k), the critic's return"
+            terms.append(Term(text, module))
+        penalty = reward_penalty(flags)
+        return [*terms, Term(f"r_t = [t is last] reward{penalty}", "miles.objective.token_advantages")]
+
+    def decay_formula(self, flags: P) -> tuple[str, str]:
+        """Return the factor of each further step in the formula of A, and the definition of its symbols if any."""
+        return f"{flags.gamma:g} · {flags.lambd:g}", ""
 
     def token_advantages(self, flags: P, trajectories: Sequence[TrajectoryTokens]) -> "list[np.ndarray]":
         """Compute GAE."""
-        return generalized_advantages(trajectories, flags.gamma, flags.lambd)
+        return generalized_advantages(trajectories, flags.gamma, self.lambdas(flags, trajectories))
+
+    def lambdas(self, flags: P, trajectories: Sequence[TrajectoryTokens]) -> float | list[float]:
+        """Return the lambda of all trajectories, or of each."""
+        return flags.lambd
 
     def critic_lambd(self, flags: P) -> float | None:
         """Return the lambda of the critic's returns; None if these are ``A + V``."""

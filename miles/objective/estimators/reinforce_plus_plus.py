@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from miles.base.flags import Errors
-from miles.objective.estimators.base import Estimator, TrajectoryTokens
+from miles.objective.estimators.base import Estimator, TrajectoryTokens, require_whitening
 from miles.objective.estimators.ppo import PpoFlags, generalized_advantages
 from miles.objective.kl import reward_penalty
 from miles.objective.registry import Term
@@ -27,9 +27,7 @@ class ReinforcePlusPlus(Estimator[PpoFlags]):
 
     def check(self, flags: PpoFlags, shape: "StepShape", errors: Errors) -> None:
         """Require whitening."""
-        if not flags.normalize_advantages:
-            rule = "is defined with whitened advantages"
-            errors.refuse("advantage_estimator", self.name, rule, "add --normalize-advantages")
+        require_whitening(self.name, flags, errors)
 
     def formula(self, flags: PpoFlags) -> list[Term]:
         """Return the formulas of A and the token rewards."""

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from miles.base.flags import Errors
-from miles.objective.estimators.base import AdvantageFlags, Estimator, SampleRewards, less_group_mean
+from miles.objective.estimators.base import AdvantageFlags, Estimator, SampleRewards, less_group_mean, require_whitening
 from miles.objective.kl import reward_penalty
 from miles.objective.registry import Term
 
@@ -23,9 +23,7 @@ class ReinforcePlusPlusBaseline(Estimator[AdvantageFlags]):
 
     def check(self, flags: AdvantageFlags, shape: "StepShape", errors: Errors) -> None:
         """Require whitening."""
-        if not flags.normalize_advantages:
-            rule = "is defined with whitened advantages"
-            errors.refuse("advantage_estimator", self.name, rule, "add --normalize-advantages")
+        require_whitening(self.name, flags, errors)
 
     def formula(self, flags: AdvantageFlags) -> list[Term]:
         """Return the formula of A."""

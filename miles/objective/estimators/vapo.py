@@ -2,16 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from miles.base.flags import flag
 from miles.objective.estimators.base import TrajectoryTokens
-from miles.objective.estimators.ppo import Ppo, PpoFlags, generalized_advantages
-from miles.objective.kl import reward_penalty
-from miles.objective.registry import Term
-
-if TYPE_CHECKING:
-    import numpy as np
+from miles.objective.estimators.ppo import Ppo, PpoFlags
 
 
 @dataclass(frozen=True)
@@ -41,28 +35,18 @@ class Vapo(Ppo[VapoFlags]):
     reads = ("normalize_advantages", "gamma", "vapo_alpha", "critic_lambd", "value_clip", "kl_coef")
     own_flags = VapoFlags
 
-    def formula(self, flags: VapoFlags) -> list[Term]:
-        """Return the formulas of A, lambda, the token rewards and the critic's returns."""
-        gamma = flags.gamma
-        critic = self.critic_lambd(flags)
-        return [
-            Term(
-                f"A_t = Σ_k ({gamma:g} λ)^k δ_(t+k), δ_t = r_t + {gamma:g} V_(t+1) - V_t with V = V_old, "
-                f"λ = max(0, 1 - 1 / ({flags.vapo_alpha:g} l)), l = loss tokens of the trajectory",
-                __name__,
-            ),
-            Term(f"G_t = V_t + Σ_k ({gamma:g} · {critic:g})^k δ_(t+k), the critic's return", __name__),
-            Term(f"r_t = [t is last] reward{reward_penalty(flags)}", "miles.objective.token_advantages"),
-        ]
+    def decay_formula(self, flags: VapoFlags) -> tuple[str, str]:
+        """Return the factor with lambda as a symbol, and the definition of lambda."""
+        definition = f", λ = max(0, 1 - 1 / ({flags.vapo_alpha:g} l)), l = loss tokens of the trajectory"
+        return f"{flags.gamma:g} λ", definition
 
     def critic_lambd(self, flags: VapoFlags) -> float | None:
         """Return ``--critic-lambd``, by default 1."""
         return 1.0 if flags.critic_lambd is None else float(flags.critic_lambd)
 
-    def token_advantages(self, flags: VapoFlags, trajectories: Sequence[TrajectoryTokens]) -> "list[np.ndarray]":
-        """Compute GAE, each trajectory with the lambda of its length."""
-        lambdas = [length_adaptive_lambda(len(t.rewards), flags.vapo_alpha) for t in trajectories]
-        return generalized_advantages(trajectories, flags.gamma, lambdas)
+    def lambdas(self, flags: VapoFlags, trajectories: Sequence[TrajectoryTokens]) -> list[float]:
+        """Return the lambda of each trajectory's length."""
+        return [length_adaptive_lambda(len(each.rewards), flags.vapo_alpha) for each in trajectories]
 
 
 def length_adaptive_lambda(length: int, alpha: float) -> float:
