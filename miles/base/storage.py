@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
@@ -186,14 +186,11 @@ class RemoteFolder:
         """Copy files of the local ``folder`` here, under the same names. Raises ``RemoteError``."""
         system, root = self._system
 
-        def upload(name: str) -> None:
-            def put() -> None:
-                self._make_parents(name)
-                system.put_file(str(folder / name), f"{root}/{name}")
+        def put(name: str) -> None:
+            self._make_parents(name)
+            system.put_file(str(folder / name), f"{root}/{name}")
 
-            self._tried(f"{name} cannot be written", put)
-
-        self._on_each(names, upload)
+        self._on_each(names, lambda name: self._tried(f"{name} cannot be written", partial(put, name)))
 
     def download(self, names: Iterable[str], folder: Path) -> None:
         """Copy files into the local ``folder``, under the same names.
@@ -224,13 +221,10 @@ class RemoteFolder:
         system, root = self._system
 
         def remove(name: str) -> None:
-            def rm() -> None:
-                with suppress(FileNotFoundError):
-                    system.rm_file(f"{root}/{name}")
+            with suppress(FileNotFoundError):
+                system.rm_file(f"{root}/{name}")
 
-            self._tried(f"{name} cannot be removed", rm)
-
-        self._on_each(names, remove)
+        self._on_each(names, lambda name: self._tried(f"{name} cannot be removed", partial(remove, name)))
 
     def remove_empty_folder(self, name: str) -> None:
         """Remove the remains of a folder whose files are removed, on storage that has folders."""

@@ -91,13 +91,20 @@ def installed(name: str, cache: Path) -> Path:
     folder = cache / PACKAGES[name][0].replace("==", "-")
     done = folder / "installed"
     if not done.exists():
-        words = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--upgrade", "--target", str(folder)]
-        ended = subprocess.run([*words, *PACKAGES[name]], capture_output=True, text=True)
-        if ended.returncode:
-            last = (ended.stderr.strip().splitlines() or ["no message"])[-1]
-            raise InputError(f"{PACKAGES[name][0]} cannot be installed in {folder}: {one_line(last, 300)}")
+        words = [*("pip", "install", "-q", "--no-deps", "--upgrade", "--target"), str(folder), *PACKAGES[name]]
+        _output_of(words, f"{PACKAGES[name][0]} cannot be installed in {folder}")
         done.touch()
     return folder
+
+
+def _output_of(module: Sequence[str], fault: str, **options: Any) -> str:
+    """Return what a module with its arguments prints. Raises ``InputError`` with ``fault`` and its last line."""
+    words = [sys.executable, "-m", *module]
+    ended: subprocess.CompletedProcess[str] = subprocess.run(words, capture_output=True, text=True, **options)
+    if ended.returncode:
+        last = (ended.stderr.strip().splitlines() or ["no message"])[-1]
+        raise InputError(f"{fault}: {one_line(last, 300)}")
+    return ended.stdout
 
 
 def compared(name: str, folder: Path) -> list[ComparedLoss]:
@@ -113,12 +120,9 @@ def compared(name: str, folder: Path) -> list[ComparedLoss]:
     sent = [{**drawn, "settings": _for_trainer(name, settings)} for settings in cases.values()]
     package = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": f"{folder}:{package}", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    words = [sys.executable, "-m", "miles.commands.conformance_parts.trainers", name]
-    ended = subprocess.run(words, input=json.dumps(sent), capture_output=True, text=True, env=environment)
-    if ended.returncode:
-        last = (ended.stderr.strip().splitlines() or ["no message"])[-1]
-        raise InputError(f"{PACKAGES[name][0]}: its process failed: {one_line(last, 300)}")
-    results = json.loads(ended.stdout.strip().splitlines()[-1])
+    words, fault = ["miles.commands.conformance_parts.trainers", name], f"{PACKAGES[name][0]}: its process failed"
+    output = _output_of(words, fault, input=json.dumps(sent), env=environment)
+    results = json.loads(output.strip().splitlines()[-1])
     return [_row(name, case, cases[case], drawn, result) for case, result in zip(cases, results, strict=True)]
 
 

@@ -45,7 +45,7 @@ from miles.config.rollout import RolloutArguments
 from miles.config.servers.passed_on import ServerFlags
 from miles.config.settings import Settings
 from miles.config.tracking import TrackingArguments
-from miles.config.validate import Validated, validate
+from miles.config.validate import validate
 from miles.objective.settings import LossArguments
 from miles.observe.run_files import RunFiles
 from miles.tasks.data.settings import DataArguments
@@ -589,12 +589,11 @@ def _train() -> None:
     """Train the small run that standard input describes: the process that ``_run`` starts."""
     die_with_parent(os.getppid())
     settings, source, folder = pickle.load(sys.stdin.buffer)
-    from miles.commands import train
     from miles.models.tiny import write_like
+    from miles.run.launcher import launch
 
     write_like(source, folder / MODEL)
-    validated: Validated = validate(settings)
-    train.start(validated)
+    launch(validate(settings))
 
 
 if __name__ == "__main__":

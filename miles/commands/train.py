@@ -36,7 +36,9 @@ def main(argv: Sequence[str], is_alone: bool = True) -> int:
         from miles.commands.rehearsal.command import rehearse  # imports torch
 
         return rehearse(validated)
-    start(validated, is_alone)
+    from miles.run.launcher import launch  # imports Ray
+
+    launch(validated, is_alone=is_alone)
     return 0
 
 
@@ -52,17 +54,6 @@ def _with_folders(validated: Validated) -> Validated:
     except ValueError as error:
         return replace(validated, surprises=(*validated.surprises, start_refused(str(error))))
     return validated
-
-
-def start(validated: Validated, is_alone: bool = False) -> None:
-    """Run a command that was validated: lock and check its folders, then train.
-
-    Raises:
-        SystemExit: With status 1 if the run fails.
-    """
-    from miles.run.launcher import launch  # imports Ray
-
-    launch(validated, is_alone=is_alone)
 
 
 def in_one_process(argv: Sequence[str]) -> None:

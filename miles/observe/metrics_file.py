@@ -134,7 +134,7 @@ class MetricsFile:
         bounds = [rows.start + len(rows) * part // count for part in range(count + 1)]
         steps = [self._steps[i] for a, b in zip(bounds, bounds[1:], strict=False) for i in (a, (a + b) // 2)]
         values = {name: _extremes(self.column(name), bounds) for name in names}
-        newest = {name: six_digits(_last(self.column(name)[rows.start : rows.stop])) for name in names}
+        newest = {name: six_digits(newest_value(self.column(name)[rows.start : rows.stop])) for name in names}
         return {"steps": steps, "values": values, "exact": False, "last": newest}
 
 
@@ -152,7 +152,7 @@ def _extremes(column: Sequence[float], bounds: Sequence[int]) -> list[float | No
     return extremes
 
 
-def _last(column: Sequence[float]) -> float:
+def newest_value(column: Sequence[float]) -> float:
     """Return the last value that was measured; NaN if there is none."""
     return next((value for value in reversed(column) if value == value), math.nan)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -460,11 +461,10 @@ def _on_device(usage: Usage, settings: Settings) -> Usage:
 
 
 def _sum(*usages: Mapping[MemoryKind, int]) -> Usage:
-    total: Usage = {}
+    total: Counter[MemoryKind] = Counter()
     for usage in usages:
-        for kind, size in usage.items():
-            total[kind] = total.get(kind, 0) + size
-    return total
+        total.update(usage)
+    return dict(total)
 
 
 def _with_runtime(usage: Usage) -> Usage:

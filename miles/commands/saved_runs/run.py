@@ -26,7 +26,7 @@ from miles.base.storage import RemoteError, RemoteFolder, fault_of_url, is_url
 from miles.base.text import InputError
 from miles.config.checkpoint import CheckpointArguments
 from miles.config.settings import Settings
-from miles.observe.metrics_file import MetricsFile
+from miles.observe.metrics_file import MetricsFile, newest_value
 from miles.observe.run_files import FILE_NAME, METRICS, RunFiles, RunHeader
 from miles.run.best_checkpoint import BestCheckpoint, best_in
 from miles.run.remote_checkpoints import RUN_FILES, RemoteCheckpoints
@@ -104,10 +104,7 @@ class SavedRun:
     def last_metrics(self) -> dict[str, float]:
         """Return the newest value of every metric."""
         self._metrics.refresh()
-        newest = {
-            name: next((value for value in reversed(self._metrics.column(name)) if not math.isnan(value)), math.nan)
-            for name in self._metrics.names
-        }
+        newest = {name: newest_value(self._metrics.column(name)) for name in self._metrics.names}
         return {name: value for name, value in newest.items() if not math.isnan(value)}
 
     @property

@@ -9,7 +9,6 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 from run_folder import write_header
 
-from miles.commands import train
 from miles.config.parser import parse
 from miles.config.tracking import TrackingArguments
 from miles.config.validate import Validated
@@ -17,6 +16,7 @@ from miles.observe.report.sink import HealthWatch, ReportSink
 from miles.observe.run_files import RunFiles
 from miles.observe.sinks import Notifier
 from miles.run.failures import notifying
+from miles.run.launcher import launch
 from miles.run.stop_requests import StopRequests
 
 
@@ -142,7 +142,7 @@ def test_a_launcher_sends_how_its_run_ended(server, tmp_path, monkeypatch, capsy
     shape = ["--rollout-batch-size", "1", "--global-batch-size", "1"]
     settings = parse(["--notify-url", server.url, "--output-dir", str(tmp_path), *shape])
     with nullcontext() if error is None else pytest.raises(SystemExit):
-        train.start(Validated(settings))
+        launch(Validated(settings))
     (body,) = server.bodies
     assert body["event"] == event and body["run"] == str(tmp_path)
     assert "t0ken" not in "".join(capsys.readouterr())
